@@ -1,0 +1,164 @@
+"""The state that a recomputed function reads, writes and leaves behind.
+
+One `Record` stands for one forward run. It remembers the value that each variable had when the run first read it, so
+that the re-run, which comes after the variables have moved on, reads the same. Three kinds of variable differ:
+
+- state that the run writes (BatchNorm statistics, seeds, counters) and integers: the re-run reads the snapshot, tied to
+  the upstream gradient. Untied, graph optimisers see that forward and re-run draw the same random numbers, merge the
+  two, and keep every dropout mask alive from forward to backward;
+- weights: the re-run reads the live variable, so that nothing is copied, as long as nothing can have written it since;
+- weights that were or may have been written since (by the layer itself, as SpectralNormalization does, or by an
+  optimizer): the snapshot's value with the live variable's gradient.
+"""
+
+import contextlib
+
+import tensorflow as tf
+
+from tf_ckpt import graph as keras_graph
+from tf_ckpt import tf_internals
+
+
+@tf.custom_gradient
+def _value_of_first_gradient_to_second(value, variable_value):
+    return tf.identity(value), lambda upstream: (None, upstream)
+
+
+def tie(tensor, token):
+    """Makes `tensor` depend on `token`, a float scalar that is 0, without changing a bit of it."""
+    if token is None or tensor.dtype in (tf.string, tf.resource, tf.variant):
+        return tensor
+    if tensor.dtype == tf.bool:
+        return tf.logical_or(tensor, tf.cast(token, tf.bool))
+    return tensor + tf.cast(token, tensor.dtype)
+
+
+class _Seen:
+    """One variable as the forward run first saw it."""
+
+    def __init__(self, variable, value, from_outside):
+        self.variable, self.value, self.from_outside = variable, value, from_outside
+        self.raw = keras_graph.raw_variable(variable)
+        self.weight = bool(self.raw.trainable) and (value.dtype.is_floating or value.dtype.is_complex)
+        self.writers = None
+
+    def count_writers(self):
+        if self.weight and not self.from_outside and not hasattr(self.value, "numpy"):
+            self.writers = tf_internals.writers(self.value)
+
+    def untouched(self):
+        """Returns True if the live variable is known to hold the forward's value still."""
+        if self.writers is None or self.from_outside:
+            return False
+        here = tf.compat.v1.get_default_graph()
+        return here is self.value.graph and tf_internals.writers(self.value) == self.writers
+
+
+class Record:
+    """Snapshots, updates and losses of one forward run, and the scopes in which it and its re-runs happen.
+
+    Args:
+        lifted: Dict from `id(variable)` to a position in the recomputed function's arguments, for variables whose value
+            is a tensor that the caller differentiates (`stateless_call`).
+    """
+
+    def __init__(self, lifted=None):
+        self.lifted = lifted or {}
+        self.seen = {}
+        self.updates = {}
+        self.losses = []
+        self.surroundings = keras_graph.Surroundings()
+        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+    def _home(self):
+        # A variable first met inside a loop body is read outside of it: the re-run could not reach the body's tensors.
+        return contextlib.nullcontext() if self._graph is None else self._graph.as_default()
+
+    @contextlib.contextmanager
+    def forward(self, arguments):
+        """The scope of the forward run: reads are noted, updates and losses are held back."""
+        updates = {}
+
+        def read(variable):
+            if id(variable) in updates:
+                return updates[id(variable)][1]
+            if id(variable) in self.lifted:
+                return arguments[self.lifted[id(variable)]]
+            raw = keras_graph.raw_variable(variable)
+            if raw is None:
+                return None
+            if id(variable) not in self.seen:
+                outside = scope.original_scope and scope.original_scope.get_current_value(variable)
+                with self._home():
+                    value = tf.convert_to_tensor(raw)  # also with a value from outside: it marks the variable as used
+                    from_outside = tf.is_tensor(outside) and not isinstance(outside, tf.Variable)
+                    self.seen[id(variable)] = _Seen(variable, outside if from_outside else value, from_outside)
+            seen = self.seen[id(variable)]
+            return None if seen.weight and not seen.from_outside else seen.value
+
+        def update(variable, value):
+            read(variable)
+            updates[id(variable)] = variable, value
+
+        scope = keras_graph.StateScope(read, update)
+        with scope:
+            yield
+        self.updates = updates
+        self.losses = scope.owned_losses()
+        for seen in self.seen.values():
+            seen.count_writers()
+
+    @contextlib.contextmanager
+    def rerun(self, arguments, token):
+        """The scope of a re-run: reads give what the forward run saw, updates and losses are dropped."""
+        updates, tied = {}, {}
+        home = contextlib.nullcontext if tf.executing_eagerly() else tf.compat.v1.get_default_graph().as_default
+
+        def weight(seen, value):
+            live = tf.convert_to_tensor(seen.raw)
+            return _value_of_first_gradient_to_second(value, live)
+
+        def read(variable):
+            number = id(variable)
+            seen = self.seen.get(number)
+            if number in updates:
+                value = updates[number]
+                return weight(seen, value) if seen is not None and seen.weight else value
+            if number in self.lifted:
+                return arguments[self.lifted[number]]
+            if seen is None:
+                return None
+            if seen.weight:
+                if number not in self.updates and seen.untouched():
+                    return None
+                return weight(seen, seen.value)
+            if number in self.updates or not seen.value.dtype.is_floating:
+                if number not in tied:
+                    with home():
+                        tied[number] = tie(seen.value, token)
+                return tied[number]
+            return seen.value
+
+        owners = [layer for layer, _ in self.losses]
+        with self.surroundings.entered(), keras_graph.losses_kept(owners):
+            # What is assigned may depend on what is differentiated; a variable read back never does.
+            scope = keras_graph.StateScope(read, lambda v, value: updates.__setitem__(id(v), tf.stop_gradient(value)))
+            with scope:
+                yield scope
+            scope.owned_losses()
+
+    def weights(self):
+        """Returns the trainable weights that the forward run read, by the number of their resource handle."""
+        read = {tf_internals.handle_number(x.raw): x.variable for x in self.seen.values() if x.weight and not x.from_outside}
+        return {number: x for number, x in read.items() if number is not None and x.trainable}
+
+    def values(self):
+        """Returns the values of variables as the forward run read them."""
+        return [seen.value for seen in self.seen.values()]
+
+    def settle(self, losses):
+        """Does outside what the forward run held back: assigns the updates, and adds the losses, once."""
+        for variable, value in self.updates.values():
+            variable.assign(value)
+        for (layer, _), loss in zip(self.losses, losses, strict=True):
+            layer.add_loss(loss)

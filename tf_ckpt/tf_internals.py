@@ -1,0 +1,143 @@
+"""Everything of TensorFlow that is used and not public, in one place.
+
+A new TensorFlow breaks this file or none. What is here:
+
+- whether any gradient tape is active (eager runs without one need no recompute);
+- a gradient registry that lets traced graphs go;
+- a watcher of the operations that a piece of Python runs, in eager and in graph mode;
+- whether a variable may have been written since it was read.
+"""
+
+import contextlib
+import weakref
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+from tensorflow.python.framework import op_callbacks, ops
+
+_CUSTOM = "CustomGradient-"
+_READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp", "VariableShape"})
+_PASS = frozenset({"Identity", "IdentityN", "StopGradient", "PreventGradient"})
+
+
+def tape_is_active():
+    """Returns True if a gradient tape or forward accumulator of this thread may record."""
+    return record.could_possibly_record()
+
+
+def is_watched(tensor):
+    """Returns True if an active gradient tape follows `tensor`."""
+    return bool(record.should_record_backprop([tensor]))
+
+
+class _GradientEntries(dict):
+    """TensorFlow's registry of gradient functions, with weak entries for recompute.
+
+    In graph mode each call of a custom gradient stores its closure here for the life of the process, and the closure
+    holds the graph that was traced. A graph needs its gradient functions for as long as it lives and no longer, so for
+    recompute the strong reference moves to the graph itself.
+    """
+
+    def __setitem__(self, name, entry):
+        function = entry.get("type")
+        graph = tf.compat.v1.get_default_graph()
+        if not (str(name).startswith(_CUSTOM) and _is_recompute(function) and hasattr(graph, "captures")):
+            super().__setitem__(name, entry)
+            return
+        kept = getattr(graph, "_tf_ckpt_gradients", [])
+        kept.append(function)
+        graph._tf_ckpt_gradients = kept
+        reference = weakref.ref(function)
+
+        def gradient(op, *upstream):
+            target = reference()
+            if target is None:
+                raise LookupError(f"The graph of recompute gradient {name!r} has been deleted.")
+            return target(op, *upstream)
+
+        super().__setitem__(name, {**entry, "type": gradient})
+        weakref.finalize(function, self.pop, name, None)
+
+
+def _closure(function, name):
+    code = getattr(function, "__code__", None)
+    if code is None or name not in code.co_freevars:
+        return None
+    try:
+        return function.__closure__[code.co_freevars.index(name)].cell_contents
+    except ValueError:  # an empty cell
+        return None
+
+
+def _is_recompute(function):
+    gradient = _closure(_closure(function, "tape_grad_fn"), "grad_fn")
+    where = f"{getattr(gradient, '__module__', '')}.{getattr(gradient, '__qualname__', '')}"
+    return "recompute_grad" in where or where.startswith("tf_ckpt.")
+
+
+def release_graphs():
+    """Makes recompute's entries in TensorFlow's gradient registry weak, from now on. Done once; more calls do nothing."""
+    registry = ops.gradient_registry
+    if not isinstance(registry._registry, _GradientEntries):
+        registry._registry = _GradientEntries(registry._registry)
+
+
+@contextlib.contextmanager
+def watch_operations(callback):
+    """Calls `callback(op_type, inputs, outputs, graph)` for each operation that is run or created in this scope."""
+
+    def on_operation(op_type, inputs, attrs, outputs, op_name=None, graph=None):
+        callback(op_type.decode() if isinstance(op_type, bytes) else op_type, inputs, outputs, graph)
+
+    op_callbacks.add_op_callback(on_operation)
+    try:
+        yield
+    finally:
+        op_callbacks.remove_op_callback(on_operation)
+
+
+def writers(read):
+    """Counts the operations of a graph that may write the variable that `read` comes from.
+
+    Args:
+        read: A graph tensor, the value of a resource variable.
+
+    Returns:
+        An integer, or None if that cannot be told.
+    """
+    op = read.op
+    while op.type in _PASS and op.inputs:
+        op = op.inputs[0].op
+    if op.type != "ReadVariableOp":
+        return None
+    count, seen, queue = 0, set(), [op.inputs[0]]
+    while queue:
+        handle = queue.pop()
+        for user in handle.consumers():
+            if user.type in _READS or id(user) in seen:
+                continue
+            seen.add(id(user))
+            if user.type in _PASS:
+                queue += [t for t in user.outputs if t.dtype == tf.resource]
+            else:
+                count += 1
+    return count
+
+
+def has_gradient(op_type):
+    """Returns False for operations that TensorFlow knows to pass no gradient on."""
+    try:
+        return ops.gradient_registry.lookup(op_type) is not None and op_type != "StopGradient"
+    except LookupError:
+        return True  # unknown: a function call, or an operation that would raise
+
+
+def handle_number(raw_variable):
+    """Returns the number of a variable's resource handle as operations of the present graph see it, or None."""
+    try:
+        handle = raw_variable.handle
+        if not tf.executing_eagerly():
+            handle = tf.compat.v1.get_default_graph().capture(handle)
+        return handle._id
+    except (AttributeError, ValueError, TypeError):  # a distributed variable outside of a replica
+        return None
