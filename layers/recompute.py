@@ -122,11 +122,8 @@ class Recompute(keras.layers.Wrapper):
     def load_own_variables(self, store):
         self.layer.load_own_variables(store)
 
-    def save_assets(self, inner_path):
-        self.layer.save_assets(inner_path)
-
-    def load_assets(self, inner_path):
-        self.layer.load_assets(inner_path)
+    def _obj_type(self):
+        return self.layer._obj_type()
 
     def __dir__(self):
         return [_Inside(name) for name in dir(self.layer)]

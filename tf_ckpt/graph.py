@@ -6,14 +6,18 @@ which state is read and written (`StateScope`), masks, and a Functional model re
 
 import contextlib
 import copy
+import dataclasses
 import sys
 
 import keras
 import tensorflow as tf
+from keras import tree
 from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.backend.common import global_state
+from keras.src.models import Functional
+from keras.src.utils.tracking import TrackedList, Tracker
 
-__all__ = ["StateScope", "Surroundings", "get_keras_mask", "set_keras_mask"]
+__all__ = ["Level", "Node", "StateScope", "Surroundings", "get_keras_mask", "read", "set_keras_mask"]
 
 
 def in_symbolic_scope():
@@ -154,3 +158,194 @@ def describe(tensor):
     """Returns a tensor's name, if it has one, shape and dtype for a message."""
     name = 'tensor' if hasattr(tensor, 'numpy') else tensor.name
     return f"{name} of shape {tuple(tensor.shape)} and dtype {tensor.dtype.name}"
+
+
+# --- a model as nodes ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """One call of a layer or operation in a model.
+
+    Attributes:
+        name: The layer's name, with `:k` for its k-th call (k > 0), unique in its model.
+        operation: The layer or `keras.ops` operation.
+        inputs: Ids of the symbolic tensors that it takes, in order, repeated where they are.
+        outputs: Ids of the symbolic tensors that it makes.
+        specs: Dict from each of these ids to the symbolic tensor.
+        inner: The `Level` of a nested model that can be planned inside, else None.
+        arguments: Keras' own record of the call.
+    """
+
+    name: str
+    operation: object
+    inputs: tuple
+    outputs: tuple
+    specs: dict
+    inner: object
+    arguments: object
+
+    def call(self, operation_fn, values):
+        """Runs the node on the tensors in `values`, by id, and puts its outputs there."""
+        args, kwargs = self.arguments.fill_in(values)
+        values.update(zip(self.outputs, tree.flatten(operation_fn(self.operation)(*args, **kwargs)), strict=False))
+
+
+@dataclasses.dataclass(eq=False)
+class Level:
+    """A Functional or Sequential model as its nodes, in the order in which Keras runs them."""
+
+    model: object
+    nodes: list
+    inputs: tuple
+    outputs: tuple
+
+
+def functional_of(model):
+    """Returns the Functional model that runs `model`, or None if there is none."""
+    if isinstance(model, keras.Sequential):
+        return model._functional
+    return model if isinstance(model, Functional) else None
+
+
+def read(model):
+    """Reads a Functional or Sequential model, nested models included.
+
+    Args:
+        model: A built `keras.Model`.
+
+    Returns:
+        A `Level`, or None if the model is no graph of layers.
+    """
+    functional = functional_of(model)
+    if functional is None:
+        return None
+    nodes, calls = [], {}
+    by_depth = functional._nodes_by_depth
+    for depth in sorted(by_depth, reverse=True):
+        for node in by_depth[depth]:
+            if not node.operation or node.is_input:
+                continue
+            operation = node.operation
+            count = calls[operation.name] = calls.get(operation.name, -1) + 1
+            specs = {id(x): x for x in (*node.input_tensors, *node.outputs)}
+            nodes.append(
+                Node(
+                    name=operation.name if count == 0 else f"{operation.name}:{count}",
+                    operation=operation,
+                    inputs=tuple(id(x) for x in node.input_tensors),
+                    outputs=tuple(id(x) for x in node.outputs),
+                    specs=specs,
+                    inner=_read_inside(node),
+                    arguments=node.arguments,
+                )
+            )
+    return Level(model, nodes, tuple(id(x) for x in functional._inputs), tuple(id(x) for x in functional._outputs))
+
+
+def _read_inside(node):
+    """Returns the level of a nested model, if its call does nothing but run its graph."""
+    model = node.operation
+    functional = functional_of(model)
+    if functional is None or type(model).call not in (Functional.call, keras.Sequential.call):
+        return None
+    args, kwargs = node.arguments.args, node.arguments.kwargs
+    if len(args) != 1 or any(isinstance(x, keras.KerasTensor) for x in tree.flatten(kwargs)):
+        return None
+    if model.activity_regularizer is not None or len(tree.flatten(args[0])) != len(functional._inputs):
+        return None
+    return read(model)
+
+
+def standard_call(model):
+    """Returns True if the model's `call` is Keras' own, so that it is sure to run the graph."""
+    return type(model).call in (Functional.call, keras.Sequential.call)
+
+
+def with_executor(model, run):
+    """Makes a copy of a model that runs its graph by `run`. Layers and variables are the same objects.
+
+    Args:
+        model: A Functional or Sequential model. It is not changed.
+        run: Callable `(flat inputs, operation_fn) -> flat outputs`, on real tensors; None for Keras' own way.
+
+    Returns:
+        A model of the same class.
+    """
+    twin = _twin(model)
+    if run is None:
+        return twin
+    if isinstance(model, keras.Sequential):
+        object.__setattr__(twin, "_functional", with_executor(model._functional, run))
+        return twin
+
+    def run_through_graph(inputs, operation_fn=lambda operation: operation, call_fn=None):
+        flat = tree.flatten(inputs)
+        if call_fn is not None or any(isinstance(x, keras.KerasTensor) for x in flat):  # for shapes, or to clone
+            extra = {} if call_fn is None else {"call_fn": call_fn}
+            return type(twin)._run_through_graph(twin, inputs, operation_fn=operation_fn, **extra)
+        return tree.pack_sequence_as(twin._outputs_struct, run(flat, operation_fn))
+
+    twin.__dict__["_run_through_graph"] = run_through_graph
+    return twin
+
+
+_BOUND = ("train_function", "test_function", "predict_function")
+
+
+def _twin(model):
+    """Copies a model object, not what it holds."""
+    twin = type(model).__new__(type(model))
+    own = {name for name, value in twin.__dict__.items() if callable(value)}  # wrappers of this object's methods
+    for name, value in model.__dict__.items():
+        if name not in own and name != "_run_through_graph":
+            twin.__dict__[name] = None if name in _BOUND else value
+    # What Keras appends to must not be shared: a layer added to the one would be in the other.
+    tracker, stores = model._tracker, {}
+    for key, (accepts, store) in tracker.config.items():
+        stores[key] = (accepts, list(store))
+        attribute = next((name for name, value in model.__dict__.items() if value is store), None)
+        if attribute is not None:
+            twin.__dict__[attribute] = stores[key][1]
+    copied = Tracker(stores, exclusions=tracker.exclusions)
+    copied.stored_ids = {key: set(numbers) for key, numbers in tracker.stored_ids.items()}
+    copied.locked, copied._lock_violation_msg = tracker.locked, tracker._lock_violation_msg
+    twin.__dict__["_tracker"] = copied
+    if isinstance(model.__dict__.get("_layers"), TrackedList):  # Sequential's
+        twin.__dict__["_layers"] = TrackedList(list(model._layers), copied)
+    twin.__dict__["_inbound_nodes"], twin.__dict__["_outbound_nodes"] = [], []
+    twin.__dict__["_losses"], twin.__dict__["_loss_ids"] = [], set()
+    return twin
+
+
+def sublayers(layer):
+    """Returns a layer and all layers inside it, or nothing for a bare operation."""
+    return layer._flatten_layers() if isinstance(layer, keras.Layer) else []
+
+
+def plain_arguments(node):
+    """Returns what a node was called with, tensors left out."""
+    args, kwargs = node.arguments.args, node.arguments.kwargs
+    return [repr(x) for x in tree.flatten((args, kwargs)) if not isinstance(x, keras.KerasTensor)] + sorted(kwargs)
+
+
+def training_call(operation):
+    """Returns the call of a layer as `fit` makes it, or the operation itself."""
+    if isinstance(operation, keras.Layer) and operation._call_has_training_arg:
+        return lambda *args, **kwargs: operation(*args, **{**kwargs, "training": True})
+    return operation
+
+
+@contextlib.contextmanager
+def no_side_effects():
+    """A scope in which layers can be called without a change of their state or losses."""
+    updates = {}
+    context = global_state.get_global_attribute("current_call_ctx")
+    scope = StateScope(lambda v: updates.get(id(v)), lambda v, value: updates.__setitem__(id(v), value))
+    global_state.set_global_attribute("current_call_ctx", None)
+    try:
+        with scope:
+            yield
+            scope.owned_losses()
+    finally:
+        global_state.set_global_attribute("current_call_ctx", context)

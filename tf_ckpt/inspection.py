@@ -114,7 +114,8 @@ class Watched:
             numbers.append(tensor._id)
             if tensor._id not in self._made and (tensor.dtype.is_floating or tensor.dtype.is_complex):
                 self._outside.setdefault(tensor._id, tensor)
-        made = [(x._id, x.dtype.is_floating or x.dtype.is_complex) for x in outputs]
+        # A gradient also flows through lists of tensors, which loops use.
+        made = [(x._id, x.dtype.is_floating or x.dtype.is_complex or x.dtype == tf.variant) for x in outputs]
         self._made.update(number for number, _ in made)
         self._operations.append((op_type, numbers, made))
 
@@ -141,8 +142,8 @@ class Watched:
             through = set().union(*(reach.get(number, ()) for number in inputs))
             if not through or not tf_internals.has_gradient(op_type):
                 continue
-            for number, is_float in made:
-                if is_float:
+            for number, carries in made:
+                if carries:
                     reach[number] = reach.get(number, set()) | through
                     if op_type in _TRANSPARENT and inputs[0] in direct:
                         direct.add(number)

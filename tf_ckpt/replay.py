@@ -153,7 +153,12 @@ class _Run:
     def __init__(self, fn, args, kwargs, leaves, name, memo, signature):
         self.fn, self.name, self.memo, self.signature = fn, name, memo, signature
         self.structure, self.leaves = (args, kwargs), leaves
-        self.places = [i for i, x in enumerate(leaves) if _differentiable(x)]
+        # A tensor that comes twice is one argument: its gradients are then added up in the order of the plain function.
+        first = {}
+        for i, leaf in enumerate(leaves):
+            if _differentiable(leaf):
+                first.setdefault(id(leaf), []).append(i)
+        self.places = list(first.values())
         lifted = keras_graph.mapped_outside()
         self.lifted = [value for _, value in lifted]
         self.record = Record({number: i for i, (number, _) in enumerate(lifted)})
@@ -162,7 +167,7 @@ class _Run:
         self.done = False
 
     def __call__(self):
-        inputs = [self.leaves[i] for i in self.places] + self.lifted
+        inputs = [self.leaves[places[0]] for places in self.places] + self.lifted
 
         def body(token, *inputs):
             return self._body(token, *inputs)
@@ -200,12 +205,13 @@ class _Run:
     def _call(self, inputs, token):
         """Calls the function with `inputs` in their places, and the rest as it came, tied to `token`."""
         leaves = list(self.leaves)
-        for place, tensor in zip(self.places, inputs, strict=False):
-            _carry_mask(leaves[place], tensor, token)
-            leaves[place] = tensor
+        for places, tensor in zip(self.places, inputs, strict=False):
+            _carry_mask(leaves[places[0]], tensor, token)
+            for place in places:
+                leaves[place] = tensor
         if token is not None:
             for i, leaf in enumerate(leaves):
-                if i not in self.places and _is_tensor(leaf):
+                if _is_tensor(leaf) and not _differentiable(leaf):
                     leaves[i] = tie(leaf, token)
                     _carry_mask(leaf, leaves[i], token)
         args, kwargs = tf.nest.pack_sequence_as(self.structure, leaves, expand_composites=True)

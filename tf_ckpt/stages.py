@@ -1,0 +1,121 @@
+"""From a model's nodes to the `Chain` of stages that strategies plan on."""
+
+import keras
+import numpy as np
+
+from tf_ckpt import graph as keras_graph
+from tf_ckpt.costs import node_cost, tensor_bytes
+from tf_ckpt.layers.recompute import Recompute
+from tf_ckpt.strategies.chain import Chain, Tensor
+
+
+class Stages:
+    """The calls of a model, nested models opened, in the order in which they run.
+
+    Attributes:
+        nodes: List of `graph.Node`.
+        names: List of their names, `outer/inner` inside nested models.
+        ranges: List of pairs (start, stop): the stages of each nested model.
+        inside: Dict from the name of a nested model's call to its `(start, stop)`.
+        models: Dict from that name to the model.
+    """
+
+    def __init__(self, level):
+        self.nodes, self.names, self.ranges, self.inside, self.models = [], [], [], {}, {}
+        self._tensors = {}  # number -> [spec, producer, {stage: positions in the node's inputs}]
+        numbers = {x: self._tensor(None, -1) for x in level.inputs}
+        self._walk(level, numbers, "")
+        self.outputs = [numbers[x] for x in level.outputs]
+
+    def _tensor(self, spec, producer):
+        self._tensors[len(self._tensors)] = [spec, producer, {}]
+        return len(self._tensors) - 1
+
+    def _walk(self, level, numbers, prefix):
+        for node in level.nodes:
+            name = prefix + node.name
+            if node.inner is not None:
+                start = len(self.nodes)
+                inner = dict(zip(node.inner.inputs, (numbers[x] for x in node.inputs), strict=True))
+                self._walk(node.inner, inner, name + "/")
+                numbers.update(zip(node.outputs, (inner[x] for x in node.inner.outputs), strict=True))
+                self.inside[name], self.models[name] = (start, len(self.nodes)), node.operation
+                if len(self.nodes) - start > 1:
+                    self.ranges.append(self.inside[name])
+                continue
+            stage = len(self.nodes)
+            self.nodes.append(node)
+            self.names.append(name)
+            for position, x in enumerate(node.inputs):
+                self._tensors[numbers[x]][2].setdefault(stage, []).append(position)
+            for x in node.outputs:
+                numbers[x] = self._tensor(node.specs[x], stage)
+
+    def _reach(self):
+        """Returns for each stage the set of the model's outputs that it has a part in."""
+        reach = [frozenset()] * len(self.nodes)
+        by_producer = {}
+        for number, (_, producer, uses) in self._tensors.items():
+            by_producer.setdefault(producer, []).append((number, uses))
+        for stage in reversed(range(len(self.nodes))):
+            for number, uses in by_producer.get(stage, []):
+                own = {i for i, x in enumerate(self.outputs) if x == number}
+                reach[stage] = reach[stage].union(own, *(reach[s] for s in uses))
+        return reach
+
+    def chain(self, batch_size):
+        """Returns the `Chain` for a batch size, from a trace of each kind of call."""
+        cache = {}
+        costs = [node_cost(node, batch_size, cache) for node in self.nodes]
+        n, tensors = len(self.nodes), []
+        for number, (spec, producer, uses) in self._tensors.items():
+            spec = spec if spec is not None else next((self._input_spec(number, s) for s in uses), None)
+            if spec is None:
+                continue
+            counts = {s: max(costs[s].input_uses[p] for p in places) for s, places in uses.items()}
+            inner = [s for s, places in uses.items() if any(costs[s].reads_inputs[p] for p in places)]
+            if producer >= 0:
+                position = self.nodes[producer].outputs.index(id(spec))
+                if costs[producer].reads_outputs[position]:
+                    inner.append(producer)
+            needed = bool(inner)
+            if number in self.outputs:
+                counts[n] = 1
+                inner.append(n - 1)  # the loss reads it, and comes with the last stage
+            floating = keras.backend.is_float_dtype(spec.dtype)
+            size = tensor_bytes(spec, batch_size)
+            tensors.append(Tensor(size, producer, tuple(sorted(counts.items())), needed, tuple(inner), floating))
+        reach = self._reach()
+        kinds = {}
+        seen, weights = set(), np.zeros(n)
+        for stage in reversed(range(n)):  # a shared layer's gradient exists from its last call on
+            if id(self.nodes[stage].operation) not in seen:
+                weights[stage] = costs[stage].weight_bytes
+                seen.add(id(self.nodes[stage].operation))
+        return Chain(
+            names=tuple(self.names),
+            internal=np.array([c.internal_bytes for c in costs], float),
+            flops=np.array([c.flops for c in costs], float),
+            pruned_flops=np.array([c.pruned_flops for c in costs], float),
+            backward_flops=np.array([c.backward_flops for c in costs], float),
+            weights=weights,
+            fixed=np.array([must_stay_plain(node) or not r for node, r in zip(self.nodes, reach, strict=True)], bool),
+            expensive_end=np.array([c.expensive_end for c in costs], bool),
+            groups=np.array([kinds.setdefault(r, len(kinds)) for r in reach], int),
+            ranges=tuple(self.ranges),
+            tensors=tuple(tensors),
+            batch_size=batch_size,
+        )
+
+    def _input_spec(self, number, stage):
+        node = self.nodes[stage]
+        return node.specs[node.inputs[self._tensors[number][2][stage][0]]]
+
+
+def must_stay_plain(node):
+    """Returns True for a call that recompute would change or gain nothing from.
+
+    The gradient of an embedding table is sparse, and recompute would make it as large as the table; a `Recompute` layer
+    looks after itself.
+    """
+    return any(isinstance(layer, (keras.layers.Embedding, Recompute)) for layer in keras_graph.sublayers(node.operation))

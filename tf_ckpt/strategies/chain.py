@@ -1,0 +1,202 @@
+"""A model as a chain of stages: what strategies plan on.
+
+Stage k is the k-th call of a layer, in the order in which the model runs, calls inside nested models among them. A
+segment is a range `[i, j)` of stages. A cut between stages may be crossed by any number of tensors: what a recomputed
+segment keeps is what it makes and is read at or after its end, so that each tensor counts once, however long its skip.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor between stages.
+
+    Attributes:
+        size: Bytes.
+        producer: The stage that makes it; -1 for an input of the model.
+        uses: Pairs (stage, count): who takes it, and how many gradients that adds up; `len(chain)` is the loss.
+        needed: Whether some stage's backward pass reads it.
+        inner: The stages whose backward pass reads it.
+        differentiable: Whether gradients flow through it.
+    """
+
+    size: int
+    producer: int
+    uses: tuple
+    needed: bool
+    inner: tuple = ()
+    differentiable: bool = True
+
+    @property
+    def last(self):
+        """The last stage that takes it, or its producer."""
+        return max((stage for stage, _ in self.uses), default=self.producer)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chain:
+    """The stages of a model with their costs. Bytes and FLOPs are for `batch_size`.
+
+    Attributes:
+        names: Name of each stage, `outer/inner` inside nested models.
+        internal: Bytes that each stage keeps from forward to backward, beside tensors between stages.
+        flops: FLOPs of each stage's forward run.
+        pruned_flops: FLOPs of a re-run whose outputs nobody reads.
+        backward_flops: FLOPs of each stage's backward pass.
+        weights: Bytes of each stage's weight gradients.
+        fixed: Stages that must not be recomputed.
+        expensive_end: Stages that end with a matmul or convolution.
+        groups: Number for each stage; a segment must not mix numbers. Stages that reach different outputs differ, so
+            that an output without a loss gives no gradients, as in the plain model.
+        ranges: Pairs (start, stop): nested models. A segment holds all of one, or lies within it.
+        tensors: The tensors between stages.
+        batch_size: Integer.
+    """
+
+    names: tuple
+    internal: np.ndarray
+    flops: np.ndarray
+    pruned_flops: np.ndarray
+    backward_flops: np.ndarray
+    weights: np.ndarray
+    fixed: np.ndarray
+    expensive_end: np.ndarray
+    groups: np.ndarray
+    ranges: tuple
+    tensors: tuple
+    batch_size: int
+
+    def __len__(self):
+        return len(self.names)
+
+    @functools.cached_property
+    def _stored(self):
+        stored = self.internal.astype(float)
+        for t in self.tensors:
+            if t.needed and t.producer >= 0:
+                stored[t.producer] += t.size
+        return np.concatenate([[0.0], np.cumsum(stored)])
+
+    def stored(self, start, stop):
+        """Bytes that the stages `[start, stop)` keep when they run plain. `start` may be an array."""
+        return self._stored[stop] - self._stored[start]
+
+    @functools.cached_property
+    def _crossing(self):
+        by_stop = [[] for _ in range(len(self) + 1)]
+        for t in self.tensors:
+            for stop in range(t.producer + 1, min(t.last, len(self)) + 1):
+                if t.producer >= 0:
+                    by_stop[stop].append(t)
+        return by_stop
+
+    def crossing(self, cut):
+        """The tensors made before `cut` and read at or after it, inputs of the model apart."""
+        return self._crossing[cut]
+
+    @functools.cache  # noqa: B019 - lives as long as the chain, which is short
+    def boundary(self, stop):
+        """Bytes that a segment `[i, stop)` keeps for later stages, as an array over i = 0..stop."""
+        made = np.zeros(stop + 1)
+        for t in self.crossing(stop):
+            made[t.producer] += t.size
+        return np.cumsum(made[::-1])[::-1]
+
+    @functools.cached_property
+    def gradients(self):
+        """Bytes of weight gradients that exist while the segment that starts at i runs backward, over i = 0..n."""
+        return np.concatenate([np.cumsum(self.weights[::-1].astype(float))[::-1], [0.0]])
+
+    @functools.cached_property
+    def _earliest(self):
+        # The least start of a segment that ends at each stop: behind fixed stages, in one group, in one nested model.
+        low, earliest = 0, [0]
+        for stop in range(1, len(self) + 1):
+            if self.fixed[stop - 1]:
+                low = stop
+            elif stop >= 2 and self.groups[stop - 1] != self.groups[stop - 2]:
+                low = max(low, stop - 1)
+            inside = max((a for a, b in self.ranges if a < stop < b), default=0)
+            earliest.append(max(low, inside))
+        return earliest
+
+    @functools.cached_property
+    def _closes(self):
+        closes = np.full(len(self) + 1, len(self))
+        for a, b in self.ranges:
+            closes[a + 1 : b] = np.minimum(closes[a + 1 : b], b)
+        return closes
+
+    def starts(self, stop):
+        """The starts of all segments that may end at `stop`, as an array."""
+        starts = np.arange(self._earliest[stop], stop)
+        return starts[self._closes[starts] >= stop]
+
+    def allowed(self, start, stop):
+        """Returns True if `[start, stop)` may be recomputed as one segment."""
+        return 0 <= start < stop <= len(self) and self._earliest[stop] <= start and self._closes[start] >= stop
+
+    @functools.cached_property
+    def exact_cuts(self):
+        """Boolean array over cuts 0..n: False where a cut would change the order in which gradients are added up.
+
+        The gradients of a tensor that three or more operations take are summed up in one order. A segment that holds
+        some of them sums its own up first, which rounds otherwise.
+        """
+        exact = np.ones(len(self) + 1, bool)
+        for t in self.tensors:
+            stages = [stage for stage, _ in t.uses]
+            if t.differentiable and sum(n for _, n in t.uses) > 2 and max(n for _, n in t.uses) > 1 and len(stages) > 1:
+                exact[min(stages) + 1 : max(stages) + 1] = False
+        return exact
+
+    def rerun_flops(self, start, stop):
+        """FLOPs of a re-run of `[start, stop)`, without what only makes outputs that its backward pass does not read."""
+        inside = {}
+        for t in self.tensors:
+            if start <= t.producer < stop:
+                inside.setdefault(t.producer, []).append(t)
+        runs = {}
+        for k in range(stop - 1, start - 1, -1):
+            read = any(
+                any(start <= s < stop for s in t.inner) or any(runs.get(s) for s, _ in t.uses) for t in inside.get(k, [])
+            )
+            runs[k] = read or self.pruned_flops[k] > 0
+            inside[k] = [] if not runs[k] else inside.get(k, [])
+            runs[k, "flops"] = self.flops[k] if read else self.pruned_flops[k]
+        return float(sum(runs[k, "flops"] for k in range(start, stop)))
+
+    @property
+    def step_flops(self):
+        """FLOPs of a plain step, forward and backward."""
+        return float(self.flops.sum() + self.backward_flops.sum())
+
+    def peak(self, segments):
+        """Predicted bytes of activations and weight gradients at the worst moment of a step.
+
+        Args:
+            segments: Sorted list of recomputed ranges `(start, stop)`; all other stages run plain.
+        """
+        recomputed = np.zeros(len(self), int)
+        for number, (start, stop) in enumerate(segments, 1):
+            recomputed[start:stop] = number
+        kept = np.where(recomputed > 0, 0.0, self.internal)
+        for t in self.tensors:
+            if t.producer < 0:
+                continue
+            home = recomputed[t.producer]
+            readers = {int(recomputed[s]) if s < len(self) else -1 for s, _ in t.uses}
+            crosses = home == 0 or readers != {home}
+            plain_need = any(recomputed[s] == 0 for s in t.inner)
+            if crosses and (plain_need or any(r > 0 and r != home for r in readers)):
+                kept[t.producer] += t.size
+        total = np.concatenate([[0.0], np.cumsum(kept)])
+        worst = total[-1]
+        for start, stop in segments:
+            worst = max(worst, total[stop] + self.stored(start, stop) + self.gradients[stop])
+        edges = {stop for _, stop in segments} | {0}
+        return float(max([worst, *(total[e] + self.gradients[e] for e in edges)]))
