@@ -94,9 +94,11 @@ class Steps(keras.callbacks.Callback):
 
 def train(arguments, make_model, make_dataset):
     """One run: same seeds, same batches, with or without recompute."""
-    keras.utils.set_random_seed(arguments.seed)
-    # Or else two runs of the very same plain model may differ in the last bits, and equal losses would prove nothing.
+    # Two runs of the very same plain model may differ in the last bits: TensorFlow adds gradients of three terms up in
+    # the order in which operations that run in parallel let go of them. So: one at a time, each still on all cores.
+    tf.config.threading.set_inter_op_parallelism_threads(1)
     tf.config.experimental.enable_op_determinism()
+    keras.utils.set_random_seed(arguments.seed)
     model = make_model(arguments, arguments.strategy if arguments.run == CHECKPOINTED else None)
     memory, steps = tf_ckpt.callbacks.MemoryLogger(), Steps()
     try:
@@ -160,8 +162,8 @@ def table_of(arguments, results):
     n_steps = arguments.steps * arguments.epochs
     limit = f" on a device of {arguments.memory_limit_mib:,} MiB" if arguments.memory_limit_mib else ""
     table = Table(title=f"{n_steps} steps of {arguments.batch_size} samples{limit}")
-    table.add_column("run")
-    headings = ("peak MiB", "baseline MiB", "peak above baseline MiB", "seconds a step", f"loss after {n_steps} steps")
+    table.add_column("run", no_wrap=True)
+    headings = ("peak MiB", "baseline MiB", "peak above it MiB", "seconds a step", f"loss after {n_steps} steps")
     for heading in headings:
         table.add_column(heading, justify="right")
     rows = {name: figures(result) for name, result in results.items()}

@@ -27,7 +27,7 @@ def make_model(arguments, strategy):
     if strategy is not None:
         model = tf_ckpt.apply(model, strategy=strategy)
     model.compile(
-        keras.optimizers.SGD(0.01, momentum=0.9),
+        keras.optimizers.SGD(0.001, momentum=0.9),
         "sparse_categorical_crossentropy",
         jit_compile=arguments.jit_compile,
     )
@@ -49,7 +49,7 @@ def make_dataset(arguments):
 
 
 def parse():
-    parser = option_parser(__doc__.partition("\n")[0], limit_mib=700, batch_size=32, steps=10)
+    parser = option_parser(__doc__.partition("\n")[0], limit_mib=700, batch_size=32, steps=8)
     parser.add_argument("--image-size", type=positive, default=96, metavar="N", help="pixels a side, at least 32")
     arguments = parser.parse_args()
     if arguments.image_size < 32:

@@ -15,11 +15,16 @@ import tensorflow as tf
 from tf_ckpt import graph as keras_graph
 from tf_ckpt import tf_internals
 from tf_ckpt.flops import operation_flops
+from tf_ckpt.inspection import unrepeatable
 
 MIB = 2**20
 _ALIASES = frozenset("Identity IdentityN Reshape ExpandDims Squeeze StopGradient PreventGradient".split())
 _FREE = frozenset("Placeholder Const ReadVariableOp VarHandleOp Shape ShapeN Size Rank BroadcastGradientArgs".split())
 _EXPENSIVE = ("MatMul", "BatchMatMul", "Conv", "DepthwiseConv", "Einsum")
+_ELEMENTWISE = frozenset(
+    "Tanh Sigmoid Elu Selu Erf Erfc Softplus Softsign Exp Log Relu6 Mul AddV2 Add Sub RealDiv Maximum Minimum Square Pow "
+    "Abs Neg Sqrt Rsqrt BiasAdd SelectV2 GreaterEqual Greater Less LessEqual Cast".split()
+)
 _UNKNOWN = 64  # stands for a dimension that the model leaves open, the batch apart
 
 
@@ -38,6 +43,9 @@ class NodeCost:
         weight_bytes: Bytes of the trainable weights, hence of their gradients.
         expensive_end: Whether the call ends with a matmul or convolution.
         traced: False if the trace failed, and the figures stand for output sizes only.
+        elementwise_start: Whether all that takes the inputs is elementwise, so that a graph optimiser may join it with the
+            operation before.
+        unrepeatable: Why the call cannot be run again exactly, or "".
     """
 
     internal_bytes: int
@@ -50,6 +58,8 @@ class NodeCost:
     weight_bytes: int
     expensive_end: bool
     traced: bool = True
+    elementwise_start: bool = False
+    unrepeatable: str = ""
 
 
 def concrete_shape(spec, batch_size):
@@ -79,7 +89,7 @@ def node_cost(node, batch_size, cache):
         try:
             cost = _trace(node, batch_size)
         except Exception:  # any layer, with code of its own: its sizes must do
-            cost = _by_size(node, batch_size)
+            cost = by_size(node, batch_size)
         if key is None:
             return cost
         cache[key] = cost
@@ -113,7 +123,8 @@ def _weight_bytes(node):
     return sum(int(np.prod(v.shape, dtype=np.int64)) * tf.as_dtype(v.dtype).size for v in _weights(node))
 
 
-def _by_size(node, batch_size):
+def by_size(node, batch_size):
+    """Returns a `NodeCost` of a node from the sizes of its outputs alone, without a trace."""
     size = sum(tensor_bytes(node.specs[x], batch_size) for x in node.outputs)
     ones, weights = [1] * len(node.inputs), _weight_bytes(node)
     return NodeCost(
@@ -124,6 +135,11 @@ def _by_size(node, batch_size):
 def _trace(node, batch_size):
     scratch = tf.__internal__.FuncGraph("tf_ckpt_costs")
     tf_internals.release_graphs()
+    reasons = []
+
+    def on_operation(op_type, inputs, outputs, graph):
+        reasons.append(unrepeatable(op_type))
+
     with scratch.as_default():
         values = {}
         for x in node.inputs:
@@ -134,15 +150,17 @@ def _trace(node, batch_size):
         weights = [keras_graph.raw_variable(v) for v in _weights(node)]
         with keras_graph.no_side_effects(), tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([*floats, *weights])
-            node.call(lambda operation: keras_graph.training_call(operation), values)
-            outputs = [values[x] for x in node.outputs]
+            with tf_internals.watch_operations(on_operation):
+                node.call(keras_graph.training_call, values)
+            outputs = [tf.convert_to_tensor(values[x]) for x in node.outputs]
         split = len(scratch.get_operations())
         seeds = {y.ref(): tf.compat.v1.placeholder(y.dtype, y.shape) for y in outputs if y.dtype.is_floating}
         targets = [y for y in outputs if y.ref() in seeds]
         if targets:
             tape.gradient(targets, [*floats, *weights], output_gradients=[seeds[y.ref()] for y in targets])
     operations = scratch.get_operations()
-    return _account(node, operations[:split], operations[split:], inputs, outputs)
+    reason = next((r for r in reasons if r), "")
+    return _account(node, operations[:split], operations[split:], inputs, outputs, reason)
 
 
 def _root(tensor, stop):
@@ -151,7 +169,7 @@ def _root(tensor, stop):
     return tensor
 
 
-def _account(node, forward, backward, inputs, outputs):
+def _account(node, forward, backward, inputs, outputs, reason):
     stop = {x.ref() for x in inputs}
     root_outputs = {_root(y, stop).ref(): i for i, y in reversed(list(enumerate(outputs)))}
     made = {id(op) for op in forward}
@@ -171,11 +189,12 @@ def _account(node, forward, backward, inputs, outputs):
             internal += _bytes(tensor)
         kept_operations.append(tensor.op)
     index = {x.ref(): i for i, x in enumerate(inputs)}
-    uses = [0] * len(inputs)
+    uses, takers = [0] * len(inputs), set()
     for op in forward:
         for tensor in op.inputs:
             if tensor.ref() in index and op.type not in _FREE:
                 uses[index[tensor.ref()]] += 1
+                takers.add(op.type)
     unique = list(dict.fromkeys(node.inputs))
     return NodeCost(
         internal_bytes=internal,
@@ -187,6 +206,8 @@ def _account(node, forward, backward, inputs, outputs):
         backward_flops=sum(operation_flops(op) for op in backward),
         weight_bytes=_weight_bytes(node),
         expensive_end=_ends_expensive(outputs[0].op, made),
+        elementwise_start=bool(takers) and takers <= _ELEMENTWISE,
+        unrepeatable=reason,
     )
 
 

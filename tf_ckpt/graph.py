@@ -320,7 +320,7 @@ def _twin(model):
 
 def sublayers(layer):
     """Returns a layer and all layers inside it, or nothing for a bare operation."""
-    return layer._flatten_layers() if isinstance(layer, keras.Layer) else []
+    return list(layer._flatten_layers()) if isinstance(layer, keras.Layer) else []
 
 
 def plain_arguments(node):
@@ -349,3 +349,18 @@ def no_side_effects():
             scope.owned_losses()
     finally:
         global_state.set_global_attribute("current_call_ctx", context)
+
+
+def compiled_call(function):
+    """Returns the name of a layer, `function` itself or inside it, whose `call` is a `tf.function`, or None."""
+    owner = function if isinstance(function, keras.Layer) else getattr(function, "__self__", None)
+    for layer in sublayers(owner):
+        if hasattr(type(layer).call, "get_concrete_function") or hasattr(layer.call, "get_concrete_function"):
+            return f"layer '{layer.name}'"
+    return None
+
+
+def executes(model):
+    """Returns True if a model made by `with_executor` still runs that way: `Sequential.add` rebuilds the graph."""
+    functional = functional_of(model)
+    return functional is not None and "_run_through_graph" in functional.__dict__

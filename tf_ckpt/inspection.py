@@ -1,10 +1,13 @@
 """What a recomputed function does that a re-run could not repeat exactly, found by watching its operations.
 
-Watched in each trace, and in eager mode in the first call for each kind of argument. What is found:
+Watched in each trace and in each eager call. What is found:
 
-- operations with state that no snapshot covers (raw `tf.Variable` writes, iterators): `CheckpointError`;
-- random numbers of `tf.random.*`, gradients through captured tensors, sparse gradients (`Embedding`), weights that are
-  read but get no gradient: recompute would change the training, so the function runs plain, with one warning.
+- state that no snapshot covers (raw `tf.Variable` writes, `tf.random.*`, iterators, a `tf.function` with state inside):
+  `CheckpointError`. To run plain instead would come too late: the state has moved already;
+- sparse gradients (`Embedding`), weights that are read but get no gradient, captured tensors that gradients flow through,
+  tensors that leave other than as return values: recompute would change the gradients, so the function runs plain,
+  with one warning. The forward run that was watched has left nothing behind;
+- inputs that get no gradient are captured instead of passed, so that theirs stays None.
 """
 
 import contextlib
@@ -13,7 +16,6 @@ import weakref
 
 import tensorflow as tf
 
-from tf_ckpt import graph as keras_graph
 from tf_ckpt import tf_internals
 from tf_ckpt.errors import CheckpointError, CheckpointWarning
 
@@ -23,9 +25,10 @@ _RANDOM = frozenset(
     "RngReadAndSkip RngSkip StatefulStandardNormal StatefulStandardNormalV2 StatefulTruncatedNormal StatefulUniform "
     "StatefulUniformInt StatefulUniformFullInt StatefulRandomBinomial".split()
 )
-_OTHER_STATE = ("IteratorGetNext", "OptionalFromValue", "QueueDequeue", "ReaderRead", "LookupTableInsert", "LookupTableImport")
-_GATHERS = frozenset({"GatherV2", "Gather", "ResourceGather"})
-_TRANSPARENT = frozenset({"Identity", "Cast", "ReadVariableOp"})
+_OTHER_STATE = ("IteratorGetNext", "QueueDequeue", "ReaderRead", "LookupTableInsert", "LookupTableImport")
+_CALLS = frozenset("StatefulPartitionedCall XlaLaunch XlaLaunchV2".split())
+_GATHERS = frozenset("GatherV2 Gather ResourceGather".split())
+_TRANSPARENT = frozenset("Identity Cast ReadVariableOp".split())
 
 
 class RunPlain(Exception):
@@ -33,14 +36,15 @@ class RunPlain(Exception):
 
 
 class RunAgain(Exception):
-    """The forward run created variables, so that it read no real values: run it once more."""
+    """The forward run must be done once more: it created variables, or more is known about its inputs."""
 
 
 class Memo:
     """What is known about one function, by kind of arguments."""
 
     def __init__(self):
-        self._known, self._plain, self._warned = set(), set(), False
+        self.passive = {}
+        self._plain, self._warned = set(), False
 
     def plain(self, signature):
         """Returns True if the function is known to need to run plain."""
@@ -57,17 +61,6 @@ class Memo:
                 stacklevel=4,
             )
 
-    @contextlib.contextmanager
-    def watch(self, signature):
-        """Watches the operations of a forward run, unless this kind of call is known to be good."""
-        if tf.executing_eagerly() and signature in self._known:
-            yield None
-            return
-        watched = Watched()
-        with tf_internals.watch_operations(watched.on_operation):
-            yield watched
-        self._known.add(signature)
-
 
 _memos = weakref.WeakKeyDictionary()
 
@@ -80,81 +73,169 @@ def memo_of(fn):
         return Memo()
 
 
-def signature(leaves):
+def signature(leaves, training):
     """Returns what distinguishes one kind of call from another."""
-    kinds = (x.dtype if tf.is_tensor(x) else x if isinstance(x, (bool, str)) else type(x) for x in leaves)
-    return (tf.executing_eagerly(), keras_graph.current_training(), *kinds)
+    kinds = (x.dtype if tf.is_tensor(x) else x if isinstance(x, (bool, str, int, float)) else type(x) for x in leaves)
+    return (tf.executing_eagerly(), training, *kinds)
+
+
+def unrepeatable(op_type, stateful=False):
+    """Returns why an operation cannot be run again, or None.
+
+    Args:
+        op_type: String.
+        stateful: Whether the operation calls a function that TensorFlow says has state.
+    """
+    if op_type in _RANDOM:
+        return f"draws random numbers with TensorFlow's {op_type}; use `keras.random` with a `keras.random.SeedGenerator`"
+    if op_type in _CALLS or stateful:
+        return "calls a `tf.function` that holds variables or other state, which recompute cannot see; take the decorator off"
+    writes = (op_type.startswith("Assign") and op_type.endswith("VariableOp")) or op_type.startswith(
+        ("ResourceScatter", "ResourceApply", "ResourceSparseApply", "ResourceStridedSliceAssign")
+    )
+    if writes:
+        return f"writes a raw `tf.Variable` ({op_type}); use a Keras variable (`self.add_weight(trainable=False)`)"
+    if op_type.startswith(_OTHER_STATE):
+        return f"runs TensorFlow's {op_type}, which gives something else when it is run again"
+    return None
 
 
 class Watched:
-    """The operations of one forward run as a graph of tensor numbers."""
+    """The operations of one forward run as a graph of tensor numbers.
+
+    Attributes:
+        reads: Dict from the number of a resource handle to (handle, value read).
+    """
 
     def __init__(self):
+        self._home = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self.reads = {}
         self._operations = []
         self._found = None
-        self._made = set()
+        self._made = {}
         self._outside = {}
 
-    def on_operation(self, op_type, inputs, outputs, graph):
-        """Notes one operation."""
-        if op_type in _RANDOM:
-            # Not raised here: Keras would wrap it in an error of the layer's call.
-            self._found = self._found or RunPlain(
-                f"it draws random numbers with TensorFlow's {op_type}, which cannot be drawn again. "
-                "Use `keras.random` with a `keras.random.SeedGenerator`."
-            )
-        if op_type.startswith(_OTHER_STATE) or _writes(op_type):
-            self._found = CheckpointError(
-                f"A recomputed function must not run TensorFlow's {op_type}: it would run twice. Keep state in Keras "
-                "variables (`self.add_weight(trainable=False)`), or leave this layer out of recompute. Received: "
-                f"{getattr(inputs[0], 'name', inputs[0]) if not tf.executing_eagerly() else op_type}"
-            )
-        numbers = []
+    @contextlib.contextmanager
+    def watching(self):
+        """Watches what is run or created in this scope."""
+        with tf_internals.watch_operations(self._on_operation):
+            yield
+
+    def _on_operation(self, op_type, inputs, outputs, graph):
+        # Nothing is raised here: Keras would wrap it in an error of the layer's call.
+        reason = unrepeatable(op_type, tf_internals.is_stateful_function(op_type))
+        self._found = self._found or reason
+        if op_type == "ReadVariableOp" and (self._home is None or graph is self._home):
+            self.reads.setdefault(inputs[0]._id, (inputs[0], outputs[0]))
         for tensor in inputs:
-            numbers.append(tensor._id)
-            if tensor._id not in self._made and (tensor.dtype.is_floating or tensor.dtype.is_complex):
+            if tensor._id not in self._made and _carries_gradient(tensor):
                 self._outside.setdefault(tensor._id, tensor)
-        # A gradient also flows through lists of tensors, which loops use.
-        made = [(x._id, x.dtype.is_floating or x.dtype.is_complex or x.dtype == tf.variant) for x in outputs]
-        self._made.update(number for number, _ in made)
-        self._operations.append((op_type, numbers, made))
+        made = [(x._id, _carries_gradient(x) or x.dtype == tf.variant) for x in outputs]  # loops pass lists as variants
+        eager = tf.executing_eagerly()
+        self._made.update((x._id, weakref.ref(x) if eager else (x, op_type)) for x in outputs)
+        self._operations.append((op_type, [x._id for x in inputs], made))
+
+    def check(self, name):
+        """Raises `CheckpointError` if an operation cannot be run again."""
+        if self._found:
+            raise CheckpointError(
+                f"'{name}' cannot be recomputed exactly: it {self._found}, or leave it out of recompute. "
+                f"Received: {name!r} under recompute"
+            )
 
     def captured(self, passed):
         """Returns the float tensors that come from outside and are not among `passed`."""
         known = {x._id for x in passed}
-        return [tensor for number, tensor in self._outside.items() if number not in known]
+        return [x for number, x in self._outside.items() if number not in known]
 
-    def judge(self, weights, outputs):
-        """Raises what was found, and `RunPlain` if the gradient of a weight would differ from the plain function's.
+    def escaped(self, reached, known):
+        """Returns the eager tensors among the numbers `reached` that are still alive and are not among `known`."""
+        known = {x._id for x in known} | {value._id for _, value in self.reads.values()}
+        alive = (self._made[number]() for number in reached if number in self._made and number not in known)
+        return [x for x in alive if x is not None and _carries_gradient(x)]
+
+    def read_backward(self, reached):
+        """Returns the graph tensors made inside that the backward pass of the plain function reads.
+
+        In the plain graph that keeps graph optimisers from joining what makes them with what takes them, in kernels that
+        round otherwise (a matmul with `gelu`, say). Inputs of products are left out: nothing is joined across those.
 
         Args:
-            weights: Dict from the number of a resource handle to the Keras variable.
-            outputs: List of the float outputs, losses included.
+            reached: Collection of the numbers of tensors that gradients reach.
         """
-        if self._found is not None:
-            raise self._found
-        reach = {number: {number} for number in weights}  # tensor number -> handles with a gradient path to it
-        direct = set(weights)
-        for op_type, inputs, made in self._operations:
-            if op_type in _GATHERS and inputs[0] in direct:
-                names = ", ".join(weights[h].path for h in reach[inputs[0]])
-                raise RunPlain(f"the gradient of '{names}' is sparse, and recompute would make it as large as the table.")
-            through = set().union(*(reach.get(number, ()) for number in inputs))
+        hidden, found = self._inside_custom_gradients(), set()
+        for number, (op_type, taken, made) in enumerate(self._operations):
+            if number in hidden:
+                continue
+            on_path = [x for x in taken if x in reached]
+            if op_type in _READS_OTHERS:
+                found.update(x for x in taken if any(y != x for y in on_path) or taken.count(x) > 1)
+            elif op_type in _READS_INPUTS:
+                found.update(on_path)
+            elif op_type in _READS_OUTPUTS:
+                found.update(x for x, _ in made)
+        tensors = (self._made[x] for x in found if x in reached and x in self._made)
+        return [x for x, op_type in tensors if op_type != "ReadVariableOp" and _carries_gradient(x) and x.shape.rank]
+
+    def _inside_custom_gradients(self):
+        """Returns the positions of the operations inside custom gradients, whose backward pass is code of its own."""
+        makers = {x: i for i, (_, _, made) in enumerate(self._operations) for x, _ in made}
+        inside = set()
+        for op_type, taken, _ in self._operations:
+            if op_type == "IdentityN" and len(taken) > 1:  # outputs first, then inputs and variables
+                stop, queue = set(taken[1:]), [taken[0]]
+                while queue:
+                    position = makers.get(queue.pop())
+                    if position is not None and position not in inside:
+                        inside.add(position)
+                        queue += [x for x in self._operations[position][1] if x not in stop]
+        return inside
+
+    def tensors(self):
+        """Returns all graph tensors made inside that carry gradients."""
+        return [x for x, _ in self._made.values() if _carries_gradient(x)]
+
+    def judge(self, weights, inputs, outputs):
+        """Raises `RunPlain` if the gradient of a weight would differ from the plain function's.
+
+        Args:
+            weights: Dict from the number of a resource handle to the path of a trainable Keras variable, None for others.
+            inputs: List of the tensors passed in.
+            outputs: List of the float outputs, losses included.
+
+        Returns:
+            The numbers of the `inputs` that have no gradient path to any output, and of all tensors that gradients reach.
+        """
+        names = {number: weights.get(number, "a `tf.Variable`") for number in [*self.reads, *weights]}
+        names = {number: name for number, name in names.items() if name is not None}
+        sources = [*names, *(x._id for x in inputs)]
+        reach = {number: {number} for number in sources}  # tensor number -> sources with a gradient path to it
+        direct = set(names)
+        for op_type, taken, made in self._operations:
+            if op_type in _GATHERS and taken[0] in direct:
+                name = next(names[h] for h in reach[taken[0]] if h in names)
+                raise RunPlain(f"the gradient of '{name}' is sparse, and recompute would make it as large as the table.")
+            through = set().union(*(reach.get(number, ()) for number in taken))
             if not through or not tf_internals.has_gradient(op_type):
                 continue
             for number, carries in made:
                 if carries:
                     reach[number] = reach.get(number, set()) | through
-                    if op_type in _TRANSPARENT and inputs[0] in direct:
+                    if op_type in _TRANSPARENT and taken[0] in direct:
                         direct.add(number)
         connected = set().union(*(reach.get(x._id, ()) for x in outputs))
-        for handle, variable in weights.items():
+        for handle, name in names.items():
             if handle not in connected:
-                raise RunPlain(f"the weight '{variable.path}' is read in it but gets no gradient from it.")
+                raise RunPlain(f"the weight '{name}' is read in it but gets no gradient from it.")
+        return {x._id for x in inputs} - connected, reach
 
 
-def _writes(op_type):
-    return (
-        (op_type.startswith("Assign") and op_type.endswith("VariableOp"))
-        or op_type.startswith(("ResourceScatter", "ResourceApply", "ResourceSparseApply", "ResourceStridedSliceAssign"))
-    )
+_READS_OTHERS = frozenset("Mul RealDiv Div DivNoNan".split())  # each input, for the gradients of the others
+_READS_INPUTS = frozenset(
+    "Erf Erfc Log Log1p Square SquaredDifference Pow Maximum Minimum Softplus Softsign LeakyRelu Abs Sin Cos".split()
+)
+_READS_OUTPUTS = frozenset("Exp Tanh Sigmoid Sqrt Rsqrt Relu Relu6 Elu Selu Softmax LogSoftmax Reciprocal Inv".split())
+
+
+def _carries_gradient(tensor):
+    return tensor.dtype.is_floating or tensor.dtype.is_complex

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tf_ckpt import graph as keras_graph
 from tf_ckpt import inspection, tf_internals
+from tf_ckpt.errors import CheckpointError
 from tf_ckpt.state import Record, tie
 
 _local = threading.local()
@@ -125,26 +126,38 @@ def run(fn, args, kwargs, name, memo=None):
         What `fn` returns.
     """
     leaves = tf.nest.flatten((args, kwargs), expand_composites=True)
-    eager = tf.executing_eagerly()
     if (
         getattr(_local, "disabled", False)
         or any(keras_graph.is_symbolic(x) for x in leaves)
         or keras_graph.in_symbolic_scope()
-        or (eager and not tf_internals.tape_is_active())
+        or (tf.executing_eagerly() and not tf_internals.tape_is_active())
     ):
         return fn(*args, **kwargs)
     memo = memo or inspection.memo_of(fn)
-    signature = inspection.signature(leaves)
+    signature = inspection.signature(leaves, keras_graph.current_training())
     if memo.plain(signature):
         return fn(*args, **kwargs)
     tf_internals.release_graphs()
-    try:
-        return _Run(fn, args, kwargs, leaves, name, memo, signature)()
-    except inspection.RunPlain as found:
-        memo.set_plain(signature, found, name)
-        return fn(*args, **kwargs)
-    except inspection.RunAgain:  # variables were created: now they exist
-        return run(fn, args, kwargs, name, memo)
+    for _ in range(4):
+        try:
+            _check_place(fn)
+            return _Run(fn, args, kwargs, leaves, name, memo, signature)()
+        except inspection.RunAgain:
+            continue
+        except inspection.RunPlain as found:
+            memo.set_plain(signature, found, name)
+            break
+    return fn(*args, **kwargs)
+
+
+def _check_place(fn):
+    if tf_internals.in_control_flow():
+        raise inspection.RunPlain(
+            "it is called inside a `tf.while_loop` or `tf.cond`. Recompute the whole loop, or unroll it in Python."
+        )
+    hidden = keras_graph.compiled_call(fn)
+    if hidden is not None:
+        raise inspection.RunPlain(f"the `call` of {hidden} is a `tf.function`, which recompute cannot see into.")
 
 
 class _Run:
@@ -158,32 +171,32 @@ class _Run:
         for i, leaf in enumerate(leaves):
             if _differentiable(leaf):
                 first.setdefault(id(leaf), []).append(i)
-        self.places = list(first.values())
+        passive = memo.passive.get(signature, ())
+        self.places = [places for places in first.values() if places[0] not in passive]
         lifted = keras_graph.mapped_outside()
         self.lifted = [value for _, value in lifted]
         self.record = Record({number: i for i, (number, _) in enumerate(lifted)})
+        self.watched = inspection.Watched()
         self.result = None
-        self.captured = []
+        self.reached, self.raw_reads, self.uses = (), [], []
         self.done = False
 
     def __call__(self):
         inputs = [self.leaves[places[0]] for places in self.places] + self.lifted
+        eager = tf.executing_eagerly()
 
         def body(token, *inputs):
             return self._body(token, *inputs)
 
         body.__name__ = _NAME.format(self.name)  # it stands in TensorFlow's own error
         outputs = tf.recompute_grad(body)(tf.zeros([]), *inputs)
-        for tensor in self.captured:
-            if tf_internals.is_watched(tensor):
+        for tensor in self.watched.captured([*inputs, *self.record.values()]):
+            if tf_internals.is_watched(tensor) or not (eager or not tf_internals.may_be_differentiated(tensor)):
                 raise inspection.RunPlain(
-                    "it captures a tensor that gradients flow through. Pass the tensor as an argument. "
+                    "it captures a tensor that gradients may flow through. Pass the tensor as an argument. "
                     f"Received: {keras_graph.describe(tensor)}."
                 )
-        if not tf.executing_eagerly():
-            outputs = _join(*outputs)
-        else:
-            outputs = outputs[1:]
+        outputs = outputs[1:] if eager else _join(outputs, self._read_backward())
         count = len(self.record.losses)
         floats = iter(outputs[: len(outputs) - count])
         with tf.name_scope("tf_ckpt_state/"):
@@ -192,7 +205,10 @@ class _Run:
         for tensor, mask in zip(flat, self.result[2], strict=True):
             if mask is not None and keras_graph.get_keras_mask(tensor) is None:
                 keras_graph.set_keras_mask(tensor, mask)
-        structure, self.result, self.captured = self.result[0], None, None
+        if not eager:
+            made = (x for x in self.watched.tensors() if x.op.type != "ReadVariableOp")
+            self.uses = [(x, len(x.consumers())) for x in made]
+        structure, self.result, self.watched, self.reached = self.result[0], None, None, None
         return tf.nest.pack_sequence_as(structure, flat, expand_composites=True)
 
     def _body(self, token, *inputs):
@@ -204,14 +220,15 @@ class _Run:
 
     def _call(self, inputs, token):
         """Calls the function with `inputs` in their places, and the rest as it came, tied to `token`."""
-        leaves = list(self.leaves)
+        leaves, passed = list(self.leaves), set()
         for places, tensor in zip(self.places, inputs, strict=False):
             _carry_mask(leaves[places[0]], tensor, token)
             for place in places:
                 leaves[place] = tensor
+                passed.add(place)
         if token is not None:
             for i, leaf in enumerate(leaves):
-                if _is_tensor(leaf) and not _differentiable(leaf):
+                if _is_tensor(leaf) and i not in passed:
                     leaves[i] = tie(leaf, token)
                     _carry_mask(leaf, leaves[i], token)
         args, kwargs = tf.nest.pack_sequence_as(self.structure, leaves, expand_composites=True)
@@ -220,23 +237,78 @@ class _Run:
     def _forward(self, inputs):
         lifted = inputs[len(self.places) :]
         created = keras_graph.uninitialized_variables()
-        with _recomputing(0), self.memo.watch(self.signature) as watched, self.record.forward(lifted):
-            result = self._call(inputs, None)
+        watched = self.watched
+        try:
+            with _recomputing(0), watched.watching(), self.record.forward(lifted):
+                result = self._call(inputs, None)
+        finally:
+            # What the run reads after such a change is out of reach outside of the loop, which raises in TensorFlow.
+            if self.record.changed_inside is not None:
+                raise inspection.RunPlain(
+                    f"it changes the state of '{self.record.changed_inside}' inside a loop or branch."
+                ) from None
         if keras_graph.uninitialized_variables() > created:
             keras_graph.initialize_variables()
             raise inspection.RunAgain
+        watched.check(self.name)
         flat = tf.nest.flatten(result, expand_composites=True)
         floats = [x for x in flat if _differentiable(x)]
         masks = [keras_graph.get_keras_mask(x) if tf.is_tensor(x) else None for x in flat]
-        self.result = result, [_FLOAT if _differentiable(x) else x for x in flat], masks
         outputs = floats + [loss for _, loss in self.record.losses]
-        if watched is not None:
-            watched.judge(self.record.weights(), outputs)
-            self.captured = watched.captured([*inputs, *self.record.values()])
+        passed = inputs[: len(self.places)]
+        passive, self.reached = watched.judge(self.record.weights(), passed, outputs)
+        places = {places[0] for places, x in zip(self.places, passed, strict=True) if x._id in passive}
+        if places:
+            self.memo.passive[self.signature] = places | set(self.memo.passive.get(self.signature, ()))
+            raise inspection.RunAgain
+        if tf.executing_eagerly():
+            known = [*outputs, *inputs, *self.record.values(), *self.record.new_values()]
+            for tensor in watched.escaped(self.reached, known):
+                raise inspection.RunPlain(
+                    "a tensor that it makes leaves it otherwise than as a return value, so that its gradient would be "
+                    f"lost. Return it. Received: {keras_graph.describe(tensor)}."
+                )
+        self.result = result, [_FLOAT if _differentiable(x) else x for x in flat], masks
+        self.raw_reads = self._raw_reads()
         self.done = True
         return (tf.zeros([]), *outputs)
 
+    def _raw_reads(self):
+        """Returns (handle, value, writers so far) of each `tf.Variable` that was read and is no Keras variable."""
+        known = {tf_internals.handle_number(seen.raw) for seen in self.record.seen.values()}
+        reads = [pair for number, pair in self.watched.reads.items() if number not in known]
+        if tf.executing_eagerly():
+            return [(handle, value, None) for handle, value in reads]
+        here = tf.compat.v1.get_default_graph()
+        return [(h, value, tf_internals.writers(value)) for h, value in reads if value.graph is here]
+
+    def _read_backward(self):
+        here = tf.compat.v1.get_default_graph()
+        return [x for x in self.watched.read_backward(self.reached) if x.graph is here]
+
+    def _check_since(self):
+        """Raises if something happened since the forward run that the re-run cannot follow."""
+        for handle, value, writers in self.raw_reads:
+            if tf.executing_eagerly():
+                now = tf.raw_ops.ReadVariableOp(resource=handle, dtype=value.dtype)
+                changed = now.shape != value.shape or not bool(tf.reduce_all((now == value) | (value != value)))
+            else:
+                changed = tf_internals.writers(value) != writers
+            if changed:
+                raise CheckpointError(
+                    f"A `tf.Variable` that '{self.name}' reads was changed between its forward run and its backward pass, "
+                    "which would make its gradients wrong. Use a Keras variable, or change it after the backward pass. "
+                    f"Received: {keras_graph.describe(value)}"
+                )
+        for tensor, uses in self.uses:
+            if len(tensor.consumers()) != uses:
+                raise CheckpointError(
+                    f"A tensor that '{self.name}' makes leaves it otherwise than as a return value, so that its gradient "
+                    f"would be lost. Return it. Received: {keras_graph.describe(tensor)}"
+                )
+
     def _rerun(self, token, inputs):
+        self._check_since()
         if tf.executing_eagerly():
             token = None  # nothing merges anything there
         lifted = inputs[len(self.places) :]
@@ -260,24 +332,39 @@ def _carry_mask(source, target, token):
         keras_graph.set_keras_mask(target, tie(mask, token) if tf.is_tensor(mask) else mask)
 
 
-def _first(tensor):
-    """Returns a float scalar that depends on `tensor` and is 0 whatever it holds, NaN and nothing included."""
-    element = tf.reduce_max(tf.abs(tf.reshape(tensor, [-1])[:1]))
-    element = tf.cast(element, tf.float32)
-    return tf.where(tf.math.is_nan(element), 0.0, tf.minimum(tf.abs(element), 0.0))
+def _elements(tensors):
+    """Returns the first elements of tensors as one vector."""
+    return tf.concat([tf.cast(tf.abs(tf.reshape(x, [-1])[:1]), tf.float32) for x in tensors], 0)
 
 
-@tf.custom_gradient
-def _join(token, *outputs):
-    """Passes `outputs` on, and makes the token's gradient depend on the gradients of all of them.
+def _zero_after(tensors):
+    """Returns a float scalar that depends on all `tensors` and is 0 whatever they hold, NaN and nothing included."""
+    largest = tf.reduce_max(tf.concat([_elements(tensors), [0.0]], 0))
+    return tf.where(tf.math.is_nan(largest), 0.0, tf.minimum(largest, 0.0))
 
-    `tf.recompute_grad` waits for the gradient of its first output only. It also waits for the forward's own outputs
-    here: where the upstream gradient is a constant (a loss that is a plain sum), nothing else would keep the re-run from
-    being merged with the forward run.
+
+def _join(outputs, read_backward):
+    """Passes outputs on, and makes the token's gradient depend on the gradients of all of them.
+
+    `tf.recompute_grad` waits for the gradient of its first output only. The token also waits for the forward's own
+    outputs: where the upstream gradient is a constant (a loss that is a plain sum), nothing else would keep the re-run
+    from being merged with the forward run. And it reads what the backward pass of the plain model reads, see
+    `Watched.read_backward`.
+
+    Args:
+        outputs: The token and the outputs of the recomputed function.
+        read_backward: Tensors of the forward run.
     """
-    seen = [_first(tf.stop_gradient(x)) for x in outputs]
+    outputs = [tf.convert_to_tensor(x) for x in outputs]
+    seen = _zero_after([*outputs[1:], *read_backward]) if len(outputs) + len(read_backward) > 1 else tf.zeros([])
 
-    def gradient(*upstream):
-        return (tf.add_n([_first(x) for x in upstream] + seen), *upstream)
+    @tf.custom_gradient
+    def join(token, *outputs):
+        def gradient(*upstream):
+            # A gather behind an output sends a sparse gradient; what is recomputed takes it dense, as the plain ops do.
+            upstream = [tf.convert_to_tensor(x) for x in upstream]
+            return (_zero_after(upstream) + seen, *upstream)
 
-    return [tf.identity(x) for x in outputs], gradient
+        return [tf.identity(x) for x in outputs], gradient
+
+    return join(*outputs) if len(outputs) > 1 else []

@@ -1,10 +1,13 @@
 """From a model's nodes to the `Chain` of stages that strategies plan on."""
 
+import warnings
+
 import keras
 import numpy as np
 
 from tf_ckpt import graph as keras_graph
-from tf_ckpt.costs import node_cost, tensor_bytes
+from tf_ckpt.costs import by_size, node_cost, tensor_bytes
+from tf_ckpt.errors import CheckpointWarning
 from tf_ckpt.layers.recompute import Recompute
 from tf_ckpt.strategies.chain import Chain, Tensor
 
@@ -66,7 +69,10 @@ class Stages:
     def chain(self, batch_size):
         """Returns the `Chain` for a batch size, from a trace of each kind of call."""
         cache = {}
-        costs = [node_cost(node, batch_size, cache) for node in self.nodes]
+        # A `tf.function` would keep the trace that is made here, side effects left out and all.
+        hidden = [keras_graph.compiled_call(node.operation) for node in self.nodes]
+        pairs = zip(self.nodes, hidden, strict=True)
+        costs = [by_size(node, batch_size) if h else node_cost(node, batch_size, cache) for node, h in pairs]
         n, tensors = len(self.nodes), []
         for number, (spec, producer, uses) in self._tensors.items():
             spec = spec if spec is not None else next((self._input_spec(number, s) for s in uses), None)
@@ -99,13 +105,24 @@ class Stages:
             pruned_flops=np.array([c.pruned_flops for c in costs], float),
             backward_flops=np.array([c.backward_flops for c in costs], float),
             weights=weights,
-            fixed=np.array([must_stay_plain(node) or not r for node, r in zip(self.nodes, reach, strict=True)], bool),
+            fixed=self._fixed(costs, reach),
+            fusable=np.array([c.elementwise_start for c in costs], bool),
             expensive_end=np.array([c.expensive_end for c in costs], bool),
             groups=np.array([kinds.setdefault(r, len(kinds)) for r in reach], int),
             ranges=tuple(self.ranges),
             tensors=tuple(tensors),
             batch_size=batch_size,
         )
+
+    def _fixed(self, costs, reach):
+        fixed = np.zeros(len(self.nodes), bool)
+        for stage, (node, cost) in enumerate(zip(self.nodes, costs, strict=True)):
+            fixed[stage] = must_stay_plain(node) or not reach[stage] or bool(cost.unrepeatable)
+            if cost.unrepeatable:
+                warnings.warn(
+                    f"'{self.names[stage]}' runs plain in every plan: it {cost.unrepeatable}.", CheckpointWarning, stacklevel=6
+                )
+        return fixed
 
     def _input_spec(self, number, stage):
         node = self.nodes[stage]
@@ -116,6 +133,10 @@ def must_stay_plain(node):
     """Returns True for a call that recompute would change or gain nothing from.
 
     The gradient of an embedding table is sparse, and recompute would make it as large as the table; a `Recompute` layer
-    looks after itself.
+    looks after itself; a `call` that is a `tf.function` hides what it does.
     """
-    return any(isinstance(layer, (keras.layers.Embedding, Recompute)) for layer in keras_graph.sublayers(node.operation))
+    layers = keras_graph.sublayers(node.operation)
+    return (
+        any(isinstance(layer, (keras.layers.Embedding, Recompute)) for layer in layers)
+        or keras_graph.compiled_call(node.operation) is not None
+    )

@@ -67,6 +67,7 @@ class Record:
         self.seen = {}
         self.updates = {}
         self.losses = []
+        self.changed_inside = None
         self.surroundings = keras_graph.Surroundings()
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
@@ -98,6 +99,8 @@ class Record:
 
         def update(variable, value):
             read(variable)
+            if self._graph is not None and getattr(value, "graph", self._graph) is not self._graph:
+                self.changed_inside = variable.path
             updates[id(variable)] = variable, value
 
         scope = keras_graph.StateScope(read, update)
@@ -148,9 +151,17 @@ class Record:
             scope.owned_losses()
 
     def weights(self):
-        """Returns the trainable weights that the forward run read, by the number of their resource handle."""
-        read = {tf_internals.handle_number(x.raw): x.variable for x in self.seen.values() if x.weight and not x.from_outside}
-        return {number: x for number, x in read.items() if number is not None and x.trainable}
+        """Returns, by the number of their resource handle, the path of each Keras variable that was read.
+
+        None stands for those that need no gradient: what is frozen or state.
+        """
+        read = {tf_internals.handle_number(x.raw): x for x in self.seen.values()}
+        wanted = {number: x.weight and x.variable.trainable and not x.from_outside for number, x in read.items()}
+        return {number: x.variable.path if wanted[number] else None for number, x in read.items() if number is not None}
+
+    def new_values(self):
+        """Returns what the forward run wrote to variables."""
+        return [value for _, value in self.updates.values()]
 
     def values(self):
         """Returns the values of variables as the forward run read them."""

@@ -12,7 +12,7 @@ import contextlib
 import weakref
 
 import tensorflow as tf
-from tensorflow.python.eager import record
+from tensorflow.python.eager import context, record
 from tensorflow.python.framework import op_callbacks, ops
 
 _CUSTOM = "CustomGradient-"
@@ -141,3 +141,51 @@ def handle_number(raw_variable):
         return handle._id
     except (AttributeError, ValueError, TypeError):  # a distributed variable outside of a replica
         return None
+
+
+def is_stateful_function(name):
+    """Returns True if `name` is a function of eager mode (`__inference_...`) that has state inside."""
+    if not name.startswith(("__inference_", "__forward_")):
+        return False
+    try:
+        return context.get_function_def(name).signature.is_stateful
+    except Exception:  # not known to this context
+        return True
+
+
+def in_control_flow():
+    """Returns True while the body of a `tf.while_loop` or `tf.cond` is traced."""
+    graph = tf.compat.v1.get_default_graph()
+    return type(graph).__name__ in ("WhileBodyFuncGraph", "WhileCondFuncGraph", "CondBranchFuncGraph")
+
+
+def may_be_differentiated(tensor):
+    """Returns True if a graph tensor may depend on something that a caller differentiates by.
+
+    A tape outside of a `tf.function` does not show while the function is traced, so whatever comes from a float argument
+    of the function or from a trainable variable counts.
+    """
+    graph = tensor.graph
+    captured = {id(x) for x in getattr(graph, "internal_captures", [])}
+    seen, queue = set(), [tensor]
+    while queue:
+        tensor = queue.pop()
+        op = tensor.op
+        if id(op) in seen or not (tensor.dtype.is_floating or tensor.dtype.is_complex):
+            continue
+        seen.add(id(op))
+        if op.type == "Placeholder" and id(tensor) not in captured:
+            return True
+        if op.type == "ReadVariableOp" and _is_trainable(graph, op.inputs[0]):
+            return True
+        if has_gradient(op.type):
+            queue += list(op.inputs)
+    return False
+
+
+def _is_trainable(graph, handle):
+    for variable in getattr(graph, "variables", []):
+        with contextlib.suppress(AttributeError, ValueError):
+            if graph.capture(variable.handle) is handle:
+                return variable.trainable
+    return True

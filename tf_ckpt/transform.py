@@ -106,7 +106,7 @@ def remove(model):
 
 def plan_of(model):
     """Returns the `Plan` that `model` executes, or None if it is a plain model."""
-    return _plans[model][0] if model in _plans else None
+    return _plans[model][0] if model in _plans and keras_graph.executes(model) else None
 
 
 def _graph_of(model):

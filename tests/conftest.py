@@ -1,0 +1,21 @@
+"""Set before TensorFlow is imported: an allocator with statistics, and two devices for distribution."""
+
+import os
+
+os.environ.setdefault("TF_CPU_ALLOCATOR_USE_BFC", "true")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+import gc
+
+import keras
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras():
+    keras.utils.set_random_seed(7)
+    yield
+    keras.config.set_dtype_policy("float32")
+    keras.utils.clear_session()
+    gc.collect()
