@@ -4,7 +4,7 @@ The images are scikit-learn's digits (1,797 real scans of 8 x 8 pixels), enlarge
 
     python examples/fit_resnet.py
     python examples/fit_resnet.py --strategy selective --batch-size 16
-    python examples/fit_resnet.py --memory-limit-mib 700
+    python examples/fit_resnet.py --memory-limit-mib 680
 """
 
 import os
@@ -49,7 +49,7 @@ def make_dataset(arguments):
 
 
 def parse():
-    parser = option_parser(__doc__.partition("\n")[0], limit_mib=700, batch_size=32, steps=8)
+    parser = option_parser(__doc__.partition("\n")[0], limit_mib=680, batch_size=32, steps=8)
     parser.add_argument("--image-size", type=positive, default=96, metavar="N", help="pixels a side, at least 32")
     arguments = parser.parse_args()
     if arguments.image_size < 32:

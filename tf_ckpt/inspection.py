@@ -118,20 +118,30 @@ class Watched:
     @contextlib.contextmanager
     def watching(self):
         """Watches what is run or created in this scope."""
+        before = 0 if self._home is None else len(self._home.get_operations())
         with tf_internals.watch_operations(self._on_operation):
             yield
+        if self._home is not None:
+            # A graph's own list is complete; the calls of functions, for one, are not told to a watcher.
+            for op in self._home.get_operations()[before:]:
+                self._note(op.type, op.inputs, op.outputs)
 
     def _on_operation(self, op_type, inputs, outputs, graph):
         # Nothing is raised here: Keras would wrap it in an error of the layer's call.
-        reason = unrepeatable(op_type, tf_internals.is_stateful_function(op_type))
-        self._found = self._found or reason
-        if op_type == "ReadVariableOp" and (self._home is None or graph is self._home):
+        if self._home is None:
+            self._note(op_type, inputs, outputs)
+        else:
+            self._found = self._found or unrepeatable(op_type)
+
+    def _note(self, op_type, inputs, outputs):
+        self._found = self._found or unrepeatable(op_type, tf_internals.is_stateful_function(op_type))
+        if op_type == "ReadVariableOp":
             self.reads.setdefault(inputs[0]._id, (inputs[0], outputs[0]))
         for tensor in inputs:
             if tensor._id not in self._made and _carries_gradient(tensor):
                 self._outside.setdefault(tensor._id, tensor)
         made = [(x._id, _carries_gradient(x) or x.dtype == tf.variant) for x in outputs]  # loops pass lists as variants
-        eager = tf.executing_eagerly()
+        eager = self._home is None
         self._made.update((x._id, weakref.ref(x) if eager else (x, op_type)) for x in outputs)
         self._operations.append((op_type, [x._id for x in inputs], made))
 

@@ -177,6 +177,7 @@ class _Run:
         self.lifted = [value for _, value in lifted]
         self.record = Record({number: i for i, (number, _) in enumerate(lifted)})
         self.watched = inspection.Watched()
+        self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self.result = None
         self.reached, self.raw_reads, self.uses = (), [], []
         self.done = False
@@ -190,13 +191,14 @@ class _Run:
 
         body.__name__ = _NAME.format(self.name)  # it stands in TensorFlow's own error
         outputs = tf.recompute_grad(body)(tf.zeros([]), *inputs)
-        for tensor in self.watched.captured([*inputs, *self.record.values()]):
+        known = [*inputs, *self.record.values(), *(x for x in self.leaves if _is_tensor(x))]
+        for tensor in self.watched.captured(known):
             if tf_internals.is_watched(tensor) or not (eager or not tf_internals.may_be_differentiated(tensor)):
                 raise inspection.RunPlain(
                     "it captures a tensor that gradients may flow through. Pass the tensor as an argument. "
                     f"Received: {keras_graph.describe(tensor)}."
                 )
-        outputs = outputs[1:] if eager else _join(outputs, self._read_backward())
+        outputs = _join(outputs, [] if eager else self._read_backward(), self._check_order)
         count = len(self.record.losses)
         floats = iter(outputs[: len(outputs) - count])
         with tf.name_scope("tf_ckpt_state/"):
@@ -256,11 +258,8 @@ class _Run:
         masks = [keras_graph.get_keras_mask(x) if tf.is_tensor(x) else None for x in flat]
         outputs = floats + [loss for _, loss in self.record.losses]
         passed = inputs[: len(self.places)]
-        passive, self.reached = watched.judge(self.record.weights(), passed, outputs)
-        places = {places[0] for places, x in zip(self.places, passed, strict=True) if x._id in passive}
-        if places:
-            self.memo.passive[self.signature] = places | set(self.memo.passive.get(self.signature, ()))
-            raise inspection.RunAgain
+        kept_back = [x for x in self.leaves if _differentiable(x) and not any(x is y for y in passed)]
+        passive, self.reached = watched.judge(self.record.weights(), [*passed, *kept_back], outputs)
         if tf.executing_eagerly():
             known = [*outputs, *inputs, *self.record.values(), *self.record.new_values()]
             for tensor in watched.escaped(self.reached, known):
@@ -268,6 +267,10 @@ class _Run:
                     "a tensor that it makes leaves it otherwise than as a return value, so that its gradient would be "
                     f"lost. Return it. Received: {keras_graph.describe(tensor)}."
                 )
+        places = {places[0] for places, x in zip(self.places, passed, strict=True) if x._id in passive}
+        if places:
+            self.memo.passive[self.signature] = places | set(self.memo.passive.get(self.signature, ()))
+            raise inspection.RunAgain
         self.result = result, [_FLOAT if _differentiable(x) else x for x in flat], masks
         self.raw_reads = self._raw_reads()
         self.done = True
@@ -285,6 +288,19 @@ class _Run:
     def _read_backward(self):
         here = tf.compat.v1.get_default_graph()
         return [x for x in self.watched.read_backward(self.reached) if x.graph is here]
+
+    def _check_order(self):
+        """Raises if a tape follows the backward pass itself: that a re-run would not show it all."""
+        here = self.graph is None or self.graph is tf.compat.v1.get_default_graph()
+        if not (here and tf_internals.tape_is_active()):  # elsewhere TensorFlow itself makes the backward function
+            return
+        sources = [x for x in self.leaves if _differentiable(x)]
+        sources += [tf.convert_to_tensor(seen.raw) for seen in self.record.seen.values() if seen.weight]
+        if any(tf_internals.is_watched(x) for x in sources):
+            raise NotImplementedError(
+                f"A gradient tape records the backward pass of {_NAME.format(self.name)} If no second-order gradient is "
+                "wanted, take the gradient outside of the tape's `with` block."
+            )
 
     def _check_since(self):
         """Raises if something happened since the forward run that the re-run cannot follow."""
@@ -311,6 +327,8 @@ class _Run:
         self._check_since()
         if tf.executing_eagerly():
             token = None  # nothing merges anything there
+        else:
+            token = tf.stop_gradient(token)
         lifted = inputs[len(self.places) :]
         with _recomputing(1), self.record.rerun(lifted, token) as scope:
             result = self._call(inputs, token)
@@ -343,7 +361,7 @@ def _zero_after(tensors):
     return tf.where(tf.math.is_nan(largest), 0.0, tf.minimum(largest, 0.0))
 
 
-def _join(outputs, read_backward):
+def _join(outputs, read_backward, check):
     """Passes outputs on, and makes the token's gradient depend on the gradients of all of them.
 
     `tf.recompute_grad` waits for the gradient of its first output only. The token also waits for the forward's own
@@ -354,17 +372,24 @@ def _join(outputs, read_backward):
     Args:
         outputs: The token and the outputs of the recomputed function.
         read_backward: Tensors of the forward run.
+        check: Callable that is called before the backward pass.
+
+    Returns:
+        The list of outputs, without the token.
     """
-    outputs = [tf.convert_to_tensor(x) for x in outputs]
-    seen = _zero_after([*outputs[1:], *read_backward]) if len(outputs) + len(read_backward) > 1 else tf.zeros([])
+    if len(outputs) == 1:
+        return []
+    eager = tf.executing_eagerly()  # there everything happens in order, and nothing is merged
+    seen = None if eager else _zero_after([*outputs[1:], *read_backward])
 
     @tf.custom_gradient
     def join(token, *outputs):
         def gradient(*upstream):
+            check()
             # A gather behind an output sends a sparse gradient; what is recomputed takes it dense, as the plain ops do.
             upstream = [tf.convert_to_tensor(x) for x in upstream]
-            return (_zero_after(upstream) + seen, *upstream)
+            return (tf.zeros([]) if eager else _zero_after(upstream) + seen, *upstream)
 
         return [tf.identity(x) for x in outputs], gradient
 
-    return join(*outputs) if len(outputs) > 1 else []
+    return join(*outputs)

@@ -186,6 +186,6 @@ def may_be_differentiated(tensor):
 def _is_trainable(graph, handle):
     for variable in getattr(graph, "variables", []):
         with contextlib.suppress(AttributeError, ValueError):
-            if graph.capture(variable.handle) is handle:
+            if graph.capture(variable.handle).name == handle.name:
                 return variable.trainable
     return True

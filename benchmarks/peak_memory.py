@@ -1,0 +1,134 @@
+"""Measures the peak memory of training through `fit`, plain and checkpointed, with the allocator's own statistics.
+
+    python benchmarks/peak_memory.py
+    python benchmarks/peak_memory.py --models transformer --strategies sqrt --jit-compile
+
+Each run is a fresh process. Its peak is the most that a step holds above what is held between steps (weights, data),
+the first step apart, which traces. "predicted" is what the plan says before anything has run: activations and weight
+gradients. The exit status is 1 if a bound is missed; bounds are for graph mode.
+
+Losses are compared to the bit. TensorFlow adds gradients of three terms up in the order in which operations that run in
+parallel let go of them, so two plain runs may differ too: one operation runs at a time, on all cores.
+"""
+
+import os
+import sys
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ["TF_CPU_ALLOCATOR_USE_BFC"] = "true"  # read by TensorFlow at import: the CPU counts as a GPU does
+
+import argparse
+import json
+import subprocess
+
+import keras
+import tensorflow as tf
+from _models import MODELS, PLAIN, option_parser, positive
+from rich.console import Console
+from rich.table import Table
+
+MIB = 2**20
+
+
+class StepMemory(keras.callbacks.Callback):
+    """Reads the allocator around each step but the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.baselines, self.peaks, self.losses = [], [], []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        tf.test.experimental.sync_devices()
+        tf.config.experimental.reset_memory_stats(device())
+        self._baseline = tf.config.experimental.get_memory_info(device())["current"]
+
+    def on_train_batch_end(self, batch, logs=None):
+        tf.test.experimental.sync_devices()
+        self.losses.append(float(logs["loss"]))
+        if batch:
+            self.baselines.append(self._baseline)
+            self.peaks.append(tf.config.experimental.get_memory_info(device())["peak"])
+
+
+def device():
+    return "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
+
+
+def train(name, strategy, steps, jit_compile):
+    """One run, in a process of its own."""
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    tf.config.experimental.enable_op_determinism()
+    keras.utils.set_random_seed(0)
+    model, plan = MODELS[name].compiled(strategy, jit_compile)
+    memory = StepMemory()
+    model.fit(MODELS[name].dataset(model, steps), shuffle=False, verbose=0, callbacks=[memory])
+    # `fit` logs the mean loss so far: one differing bit in any step shows in it.
+    return {
+        "peak": max(memory.peaks) - min(memory.baselines),
+        "predicted": plan.activation_bytes,
+        "losses": memory.losses,
+    }
+
+
+def run(name, strategy, arguments):
+    """Starts a run in a fresh process and returns what it found, or None if it failed."""
+    command = [sys.executable, __file__, "--steps", str(arguments.steps), "--run", name, strategy]
+    command += ["--jit-compile"] * arguments.jit_compile
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        print(f"{name}, {strategy}: exit status {done.returncode}\n{done.stderr[-2000:]}", file=sys.stderr)
+        return None
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main():
+    parser = option_parser(__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=positive, default=3, metavar="N", help="steps in a run, at least 2")
+    parser.add_argument("--jit-compile", action="store_true", help="compile with XLA")
+    parser.add_argument("--run", nargs=2, default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.steps < 2:
+        parser.error(f"argument --steps: the first step is left out, so 2 is the least. Received: {arguments.steps}")
+    if arguments.run:
+        print(json.dumps(train(*arguments.run, arguments.steps, arguments.jit_compile)))
+        return 0
+    mode = "XLA" if arguments.jit_compile else "graph mode"
+    table = Table(title=f"Peak above the baseline, after the first step, {mode}")
+    for heading in ("model", "strategy"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("peak MiB", "MB", "ratio", "bound", "predicted MiB", f"loss after {arguments.steps} steps", "losses equal"):
+        table.add_column(heading, justify="right")
+    missed = []
+    for name in arguments.models:
+        plain = None
+        for strategy in (PLAIN, *arguments.strategies):
+            result = run(name, strategy, arguments)
+            plain = plain or result
+            if result is None or plain is None:
+                missed.append(f"{name} with {strategy!r}: the run failed")
+                continue
+            ratio = result["peak"] / plain["peak"]
+            bound = None if arguments.jit_compile else MODELS[name].bounds.get(strategy)
+            if bound is not None and ratio > bound:
+                missed.append(f"{name} with {strategy!r}: {ratio:.3f} > {bound}")
+            table.add_row(
+                name,
+                strategy,
+                f"{result['peak'] / MIB:,.1f}",
+                f"{result['peak'] / 1e6:,.1f}",
+                f"{ratio:.3f}",
+                "" if bound is None else f"<= {bound}",
+                f"{result['predicted'] / MIB:,.1f}",
+                f"{result['losses'][-1]:.7f}",
+                "yes" if result["losses"] == plain["losses"] else "no",
+            )
+    console = Console()
+    console.print(table)
+    for line in missed:
+        console.print(f"Missed: {line}", markup=False)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

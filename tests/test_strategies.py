@@ -1,0 +1,257 @@
+"""The strategies on chains made by hand: how many segments, how balanced, and where they are cut."""
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_chain import line, make, random_chain, simulated_peak, tensor
+
+from tf_ckpt.strategies import full, selective, sqrt
+from tf_ckpt.strategies.full import pieces
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras():
+    """In place of conftest's: there is no Keras here to clean up."""
+
+
+def all_plans(n):
+    """Each way to cut `n` stages and to recompute some of the ranges in between."""
+    for cuts in itertools.product([False, True], repeat=n - 1):
+        bounds = [0, *(k for k, cut in enumerate(cuts, 1) if cut), n]
+        for chosen in itertools.product([False, True], repeat=len(bounds) - 1):
+            yield list(itertools.compress(itertools.pairwise(bounds), chosen))
+
+
+def unet(depth, size=1):
+    """Stage k's output goes to the next stage and, over all that is between, to stage n-1-k."""
+    n = 2 * depth
+    readers = [{k + 1, n - 1 - k} if k < depth - 1 else {k + 1} for k in range(n)]
+    tensors = [tensor(k, *sorted(r), size=size, kept_by=r - {n}) for k, r in enumerate(readers)]
+    return make(n, tensors, internal=np.full(n, 4.0), flops=np.ones(n), pruned_flops=np.ones(n))
+
+
+# --- sqrt -------------------------------------------------------------------------------------------------------------
+
+
+def test_equal_stages_give_about_sqrt_n_segments():
+    segments = sqrt(line(64))
+    assert 6 <= len(segments) <= 10
+    assert 0.15 * line(64).peak([]) <= line(64).peak(segments) <= 0.20 * line(64).peak([])
+
+
+@pytest.mark.parametrize("internal", [0.0, 3.0])
+def test_peak_grows_like_sqrt_n(internal):
+    sizes = [16, 64, 256, 1024]
+    chains = [line(n, internal=np.full(n, internal)) for n in sizes]
+    plans = [sqrt(chain) for chain in chains]
+    peaks = [chain.peak(plan) for chain, plan in zip(chains, plans, strict=True)]
+    exponent = np.polyfit(np.log(sizes), np.log(peaks), 1)[0]
+    assert 0.4 < exponent < 0.56
+    number = np.polyfit(np.log(sizes), np.log([len(plan) for plan in plans]), 1)[0]
+    assert 0.3 < number < 0.7
+
+
+@pytest.mark.parametrize("n", [8, 16, 64])
+def test_the_last_stages_stay_plain(n):
+    stop = sqrt(line(n))[-1][1]
+    assert n - np.sqrt(2 * n) - 1 <= stop < n
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_is_better_on_a_line(seed):
+    rng = np.random.default_rng(seed)
+    chain = line(8, size=rng.integers(1, 30, 8), internal=rng.integers(0, 30, 8))
+    assert chain.peak(sqrt(chain)) <= 1.02 * min(chain.peak(plan) for plan in all_plans(8))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_hardly_a_plan_is_better_with_skips(seed):
+    chain = random_chain(np.random.default_rng(seed), weights=False)
+    best = min(chain.peak(plan) for plan in all_plans(len(chain)) if all(chain.allowed(*s) for s in plan))
+    assert chain.peak(sqrt(chain)) <= 1.25 * best
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_unequal_stages_are_balanced_by_bytes(seed):
+    sizes = np.random.default_rng(seed).integers(1, 100, 64)
+    chain = line(64, size=sizes)
+    segments = sqrt(chain)
+    assert chain.peak(segments) <= 0.2 * chain.peak([])
+    kept = 0.0
+    for start, stop in segments:  # what was kept before and what the segment needs: about the same at each moment
+        kept += chain.boundary(stop)[start]
+        assert kept + chain.stored(start, stop) <= 1.01 * chain.peak(segments)
+    assert kept <= sizes[[stop - 1 for _, stop in segments]].sum()
+
+
+def test_a_large_stage_gets_a_segment_of_few_stages():
+    sizes = np.where(np.arange(32) == 15, 8, 1)
+    chain = line(32, size=sizes)
+    segments = sqrt(chain)
+    assert chain.peak(segments) < 0.5 * chain.peak([])
+    assert not any(stop == 16 for _, stop in segments)  # its output would be kept
+    (large,) = [s for s in segments if s[0] <= 15 < s[1]]
+    others = [stop - start for start, stop in segments if start < 15 and (start, stop) != large]
+    assert large[1] - large[0] < max(others)
+
+
+def test_cuts_are_where_few_bytes_cross():
+    sizes = np.where(np.arange(64) % 4 == 3, 1, 20)  # a block of wide stages ends in a narrow one
+    segments = sqrt(line(64, size=sizes))
+    assert len(segments) >= 4
+    assert all(stop % 4 == 0 for _, stop in segments)
+
+
+def test_of_two_cuts_alike_the_one_after_a_product():
+    chain = line(32, expensive_end=range(0, 32, 2))
+    segments = sqrt(chain)
+    assert all(stop % 2 == 1 for _, stop in segments)
+    assert chain.peak(segments) == line(32).peak(sqrt(line(32)))
+
+
+def test_a_cut_with_fewer_bytes_beats_one_after_a_product():
+    sizes = np.where(np.arange(32) % 2, 1.0, 2.0)
+    segments = sqrt(line(32, size=sizes, expensive_end=range(0, 32, 2)))
+    assert all(stop % 2 == 0 for _, stop in segments)
+
+
+def test_a_skip_counts_once_however_many_segments_it_passes():
+    chain = unet(16)
+    segments = sqrt(chain)
+    assert len(segments) >= 3
+    keeps = sum(chain.boundary(stop)[start] for start, stop in segments)
+    made = sum(t.size for t in chain.tensors if any(start <= t.producer < stop for start, stop in segments))
+    assert keeps <= made
+    assert chain.peak(segments) == simulated_peak(chain, segments)
+    assert chain.peak(segments) < 0.5 * chain.peak([])
+
+
+def test_fixed_stages_groups_and_nested_models_are_kept_to():
+    chain = line(
+        40,
+        internal=np.full(40, 4.0),
+        fixed=[0, 17],
+        groups=np.where(np.arange(40) < 30, 0, 1),
+        ranges=[(3, 9), (20, 26)],
+    )
+    segments = sqrt(chain)
+    assert len(segments) >= 4
+    assert all(chain.allowed(*s) for s in segments)
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(segments))
+
+
+def test_exact_cuts_are_taken_if_they_cost_little_and_not_otherwise():
+    free = line(64)
+    little = line(64, expensive_end=range(64), fusable=range(0, 64, 2))
+    assert all(little.exact_cuts[stop] for _, stop in sqrt(little))
+    assert little.peak(sqrt(little)) <= 1.25 * free.peak(sqrt(free))
+    only_one = line(64, expensive_end=range(64), fusable=[k for k in range(64) if k != 32])
+    assert only_one.peak(sqrt(only_one)) <= free.peak(sqrt(free))  # one cut would halve the memory, no more
+
+
+def test_a_segment_without_which_the_peak_is_the_same_is_not_recomputed():
+    sizes = np.array([1, 1, 1, 1, 1, 1, 100, 1])
+    chain = line(8, internal=sizes)
+    segments = sqrt(chain)
+    assert all(chain.peak([s for s in segments if s != one]) > chain.peak(segments) for one in segments)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_nothing_to_gain(n):
+    assert sqrt(line(n)) == []
+
+
+def test_weight_gradients_are_planned_for():
+    # Late weights weigh on early segments' re-runs: those must be smaller.
+    weights = np.where(np.arange(32) >= 24, 2.0, 0.0)
+    heavy, light = line(32, weights=weights), line(32)
+    first = [sqrt(chain)[0] for chain in (heavy, light)]
+    assert heavy.peak(sqrt(heavy)) <= heavy.peak(sqrt(light))
+    assert first[0][1] <= first[1][1]
+
+
+# --- full -------------------------------------------------------------------------------------------------------------
+
+
+def blocks(n):
+    """Residual blocks of two stages: a block's input goes to both. The first has none: data are kept anyway."""
+    tensors = [tensor(k, *([k + 1, k + 2] if k % 2 else [k + 1])) for k in range(2 * n)]
+    tensors[-1] = tensor(2 * n - 1, 2 * n, kept_by=[])
+    return make(2 * n, [tensor(-1, 0), *tensors], internal=np.ones(2 * n))
+
+
+def test_full_cuts_wherever_one_tensor_crosses():
+    assert full(line(5)) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert full(blocks(4)) == [(0, 1), (1, 2), (2, 4), (4, 6)]  # within a block two cross; the last one stays plain
+
+
+def test_full_counts_differentiable_tensors_only():
+    chain = line(4)
+    ids = tensor(0, 3, differentiable=False)
+    assert full(make(4, [*chain.tensors, ids])) == [(0, 1), (1, 2), (2, 3)]
+    assert full(make(4, [*chain.tensors, tensor(0, 3)])) == []
+
+
+def test_full_leaves_out_what_keeps_nothing():
+    tensors = [tensor(0, 1, kept_by=[]), tensor(1, 2), tensor(2, 3)]
+    assert full(make(3, tensors)) == [(1, 2)]
+
+
+def test_full_goes_round_what_must_stay_plain():
+    chain = blocks(4)
+    tensors, internal = chain.tensors, chain.internal
+    assert full(make(8, tensors, internal=internal, fixed=[2])) == [(0, 1), (1, 2), (3, 4), (4, 6)]
+    groups = [0, 0, 0, 1, 1, 1, 1, 1]
+    assert full(make(8, tensors, internal=internal, groups=groups)) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 6)]
+
+
+def test_full_of_one_stage_or_one_block():
+    assert full(line(1)) == []
+    assert full(make(2, [tensor(0, 1, 2, kept_by=[1]), tensor(1, 2, kept_by=[])])) == [(0, 1)]
+
+
+# --- pieces and selective ---------------------------------------------------------------------------------------------
+
+
+def test_pieces_joins_what_is_adjacent_and_may_be_one_segment():
+    chain = make(9, fixed=[2], groups=[0, 0, 0, 0, 0, 0, 1, 1, 1])
+    assert pieces(chain, range(9)) == [(0, 2), (3, 6), (6, 9)]
+    assert pieces(chain, [0, 1, 4, 7]) == [(0, 2), (4, 5), (7, 8)]
+    assert pieces(chain, [2]) == []
+    assert pieces(chain, []) == []
+
+
+def test_pieces_respects_nested_models():
+    chain = make(6, ranges=[(1, 4)])
+    assert pieces(chain, range(6)) in ([(0, 1), (1, 6)], [(0, 1), (1, 4), (4, 6)])
+    assert pieces(chain, [2, 3, 4]) == [(2, 4), (4, 5)]
+
+
+def test_selective_takes_the_chosen_stages():
+    chain = line(6)
+    assert selective(chain, [True, True, False, False, True, False]) == [(0, 2), (4, 5)]
+    assert selective(chain, [False] * 6) == []
+
+
+# --- the package ------------------------------------------------------------------------------------------------------
+
+
+def test_strategies_need_numpy_only():
+    package = Path(sys.modules["tf_ckpt"].__file__).parent
+    script = (
+        "import sys, types\n"
+        "stub = types.ModuleType('tf_ckpt')\n"  # in place of the package, whose __init__ imports Keras
+        f"stub.__path__ = [{str(package)!r}]\n"
+        "sys.modules['tf_ckpt'] = stub\n"
+        "import tf_ckpt.strategies\n"
+        "import tf_ckpt.strategies.selective\n"
+        "loaded = {'tensorflow', 'keras', 'rich'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+        "assert 'numpy' in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
