@@ -18,7 +18,7 @@ def fresh_keras():
 def make(n, tensors=(), **arrays):
     """A chain of `n` stages that keep and cost nothing but what is given."""
     floats = ("internal", "flops", "pruned_flops", "backward_flops", "weights")
-    flags = ("fixed", "expensive_end", "fusable")
+    flags = ("fixed", "expensive_end", "joins_before", "joins_after")
     given = {name: np.array(arrays.get(name, np.zeros(n)), float) for name in floats}
     given |= {name: np.isin(np.arange(n), arrays.get(name, ())) for name in flags}
     groups = np.array(arrays.get("groups", np.zeros(n)), int)
@@ -152,12 +152,13 @@ def uses(producer, *pairs, **more):
         (make(4, [uses(0, (1, 2), (3, 1))]), [2, 3]),
         (make(4, [uses(-1, (0, 1), (2, 2))]), [1, 2]),
         (make(4, [uses(0, (1, 2), (3, 1), differentiable=False)]), []),
-        (make(4, [uses(0, (1, 1))], expensive_end=[0], fusable=[1]), [1]),
-        (make(4, [uses(0, (1, 1), (3, 1))], expensive_end=[0], fusable=[3]), [1, 2, 3]),
-        (make(4, [uses(0, (1, 1))], expensive_end=[0], fusable=[2]), []),
-        (make(4, [uses(0, (1, 1))], expensive_end=[1], fusable=[1]), []),
-        (make(4, [uses(3, (4, 1))], expensive_end=[3], fusable=[0]), []),  # the loss is not ours to join
-        (make(4, [uses(-1, (0, 1))], fusable=[0]), []),
+        (make(4, [uses(0, (1, 1))], joins_after=[0], joins_before=[1]), [1]),
+        (make(4, [uses(0, (3, 1))], joins_after=[0], joins_before=[3]), [1, 2, 3]),
+        (make(4, [uses(0, (1, 1), (3, 1))], joins_after=[0], joins_before=[1, 3]), []),  # of two readers none is joined
+        (make(4, [uses(0, (1, 1))], joins_after=[0], joins_before=[2]), []),
+        (make(4, [uses(0, (1, 1))], joins_after=[1], joins_before=[1]), []),
+        (make(4, [uses(3, (4, 1))], joins_after=[3], joins_before=[0]), []),  # the loss is not ours to join
+        (make(4, [uses(-1, (0, 1))], joins_before=[0]), []),
     ],
 )
 def test_exact_cuts(chain, inexact):

@@ -2,9 +2,13 @@
 
 import pytest
 from cases import CASES
-from helpers import MODES, assert_same, compare, model_loss, step, thirds, wrapped
+from helpers import GRAPH_BOUND, MODES, XLA_BOUND, assert_same, compare, model_loss, step, thirds, wrapped
 
 import tf_ckpt
+
+# bfloat16 keeps 8 bits: where XLA rounds between fused operations, one of them may differ.
+XLA_BOUNDS = {"mixed_bfloat16": 2e-2, "mixed_float16": 3e-3}
+SLOW_XLA = ("eager", "graph", pytest.param("xla", marks=pytest.mark.slow))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -13,10 +17,10 @@ def test_apply(case, mode):
     model, inputs, training = CASES[case]()
     applied = tf_ckpt.apply(model, thirds)
     assert len(tf_ckpt.plan_of(applied).segments) >= 2
-    compare(model, applied, inputs, mode, training)
+    compare(model, applied, inputs, mode, training, bound=XLA_BOUNDS.get(case, XLA_BOUND))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SLOW_XLA)
 @pytest.mark.parametrize("case", CASES)
 def test_recompute_layers(case, mode):
     model, inputs, training = CASES[case]()
@@ -24,14 +28,15 @@ def test_recompute_layers(case, mode):
     variables, state = wrapping.trainable_variables, wrapping.non_trainable_variables
     want = step(model_loss(model, training), model.trainable_variables, model.non_trainable_variables, inputs, mode)
     have = step(model_loss(wrapping, training), variables, state, inputs, mode)
-    assert_same(dict(enumerate(want.values())), dict(enumerate(have.values())), mode)
+    want, have = dict(enumerate(want.values())), dict(enumerate(have.values()))
+    assert_same(want, have, mode, XLA_BOUNDS.get(case, XLA_BOUND), GRAPH_BOUND)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SLOW_XLA)
 @pytest.mark.parametrize("case", sorted(set(CASES) - {"implicit_mask"}))  # its embedding has a sparse gradient
 def test_recompute_function(case, mode):
     model, inputs, training = CASES[case]()
     variables, state = model.trainable_variables, model.non_trainable_variables
     want = step(model_loss(model, training), variables, state, inputs, mode)
     have = step(model_loss(model, training, tf_ckpt.recompute(model)), variables, state, inputs, mode)
-    assert_same(want, have, mode)
+    assert_same(want, have, mode, XLA_BOUNDS.get(case, XLA_BOUND), GRAPH_BOUND)

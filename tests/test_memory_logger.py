@@ -16,9 +16,9 @@ import tensorflow as tf
 
 import tf_ckpt
 from tf_ckpt import memory
-from tf_ckpt.callbacks import MemoryLogger, memory_logger
 from tf_ckpt.memory import MIB, Usage
 
+MemoryLogger, memory_logger = tf_ckpt.callbacks.MemoryLogger, tf_ckpt.callbacks.memory_logger
 BATCH = 256
 KEYS = {"peak_memory_mib", "baseline_memory_mib"}
 

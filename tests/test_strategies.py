@@ -146,10 +146,10 @@ def test_fixed_stages_groups_and_nested_models_are_kept_to():
 
 def test_exact_cuts_are_taken_if_they_cost_little_and_not_otherwise():
     free = line(64)
-    little = line(64, expensive_end=range(64), fusable=range(0, 64, 2))
+    little = line(64, joins_after=range(64), joins_before=range(0, 64, 2))
     assert all(little.exact_cuts[stop] for _, stop in sqrt(little))
     assert little.peak(sqrt(little)) <= 1.25 * free.peak(sqrt(free))
-    only_one = line(64, expensive_end=range(64), fusable=[k for k in range(64) if k != 32])
+    only_one = line(64, joins_after=range(64), joins_before=[k for k in range(64) if k != 32])
     assert only_one.peak(sqrt(only_one)) <= free.peak(sqrt(free))  # one cut would halve the memory, no more
 
 

@@ -45,6 +45,7 @@ class NodeCost:
         traced: False if the trace failed, and the figures stand for output sizes only.
         elementwise_start: Whether all that takes the inputs is elementwise, so that a graph optimiser may join it with the
             operation before.
+        elementwise_end: The same of what makes the outputs.
         unrepeatable: Why the call cannot be run again exactly, or "".
     """
 
@@ -59,6 +60,7 @@ class NodeCost:
     expensive_end: bool
     traced: bool = True
     elementwise_start: bool = False
+    elementwise_end: bool = False
     unrepeatable: str = ""
 
 
@@ -207,6 +209,7 @@ def _account(node, forward, backward, inputs, outputs, reason):
         weight_bytes=_weight_bytes(node),
         expensive_end=_ends_expensive(outputs[0].op, made),
         elementwise_start=bool(takers) and takers <= _ELEMENTWISE,
+        elementwise_end=_root(outputs[0], stop).op.type in _ELEMENTWISE,
         unrepeatable=reason,
     )
 

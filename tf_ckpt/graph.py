@@ -7,6 +7,7 @@ which state is read and written (`StateScope`), masks, and a Functional model re
 import contextlib
 import copy
 import dataclasses
+import inspect
 import sys
 
 import keras
@@ -257,26 +258,40 @@ def _read_inside(node):
     return read(model)
 
 
-def standard_call(model):
-    """Returns True if the model's `call` is Keras' own, so that it is sure to run the graph."""
-    return type(model).call in (Functional.call, keras.Sequential.call)
+def runs_its_graph(model):
+    """Returns True if the model's `call` is Keras' own, or calls it."""
+    call = type(model).call
+    if call in (Functional.call, keras.Sequential.call):
+        return True
+    try:
+        return "super()" in inspect.getsource(call)
+    except (OSError, TypeError):  # no source to read: give it the benefit of the doubt
+        return True
 
 
-def with_executor(model, run):
+def with_executor(model, run, on_config=None):
     """Makes a copy of a model that runs its graph by `run`. Layers and variables are the same objects.
 
     Args:
         model: A Functional or Sequential model. It is not changed.
         run: Callable `(flat inputs, operation_fn) -> flat outputs`, on real tensors; None for Keras' own way.
+        on_config: Optional callable that is called when the copy is asked for its config: saved, cloned or pickled.
 
     Returns:
         A model of the same class.
     """
     twin = _twin(model)
+    if on_config is not None:
+
+        def get_config():
+            on_config()
+            return type(twin).get_config(twin)
+
+        twin.__dict__["get_config"] = get_config
     if run is None:
         return twin
     if isinstance(model, keras.Sequential):
-        object.__setattr__(twin, "_functional", with_executor(model._functional, run))
+        twin.__dict__["_functional"] = with_executor(model._functional, run)
         return twin
 
     def run_through_graph(inputs, operation_fn=lambda operation: operation, call_fn=None):
@@ -298,7 +313,7 @@ def _twin(model):
     twin = type(model).__new__(type(model))
     own = {name for name, value in twin.__dict__.items() if callable(value)}  # wrappers of this object's methods
     for name, value in model.__dict__.items():
-        if name not in own and name != "_run_through_graph":
+        if name not in own and name not in ("_run_through_graph", "get_config"):
             twin.__dict__[name] = None if name in _BOUND else value
     # What Keras appends to must not be shared: a layer added to the one would be in the other.
     tracker, stores = model._tracker, {}

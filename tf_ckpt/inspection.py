@@ -154,9 +154,10 @@ class Watched:
             )
 
     def captured(self, passed):
-        """Returns the float tensors that come from outside and are not among `passed`."""
+        """Returns the float tensors that come from outside, not among `passed`, and no snapshots of an outer recompute."""
         known = {x._id for x in passed}
-        return [x for number, x in self._outside.items() if number not in known]
+        outside = ((number, x) for number, x in self._outside.items() if number not in known)
+        return [x for number, x in outside if not hasattr(x, "_tf_ckpt_snapshot")]
 
     def escaped(self, reached, known):
         """Returns the eager tensors among the numbers `reached` that are still alive and are not among `known`."""

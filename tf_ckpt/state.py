@@ -92,6 +92,7 @@ class Record:
                 outside = scope.original_scope and scope.original_scope.get_current_value(variable)
                 with self._home():
                     value = tf.convert_to_tensor(raw)  # also with a value from outside: it marks the variable as used
+                    value._tf_ckpt_snapshot = True
                     from_outside = tf.is_tensor(outside) and not isinstance(outside, tf.Variable)
                     self.seen[id(variable)] = _Seen(variable, outside if from_outside else value, from_outside)
             seen = self.seen[id(variable)]
@@ -115,6 +116,8 @@ class Record:
     def rerun(self, arguments, token):
         """The scope of a re-run: reads give what the forward run saw, updates and losses are dropped."""
         updates, tied = {}, {}
+        if token is not None:
+            token = tf.stop_gradient(token)
         home = contextlib.nullcontext if tf.executing_eagerly() else tf.compat.v1.get_default_graph().as_default
 
         def weight(seen, value):

@@ -1,13 +1,14 @@
 """`apply`, `remove`, `plan`: the model that executes a plan."""
 
 import itertools
+import warnings
 import weakref
 
 import keras
 
 from tf_ckpt import graph as keras_graph
 from tf_ckpt import inspection
-from tf_ckpt.errors import CheckpointError
+from tf_ckpt.errors import CheckpointError, CheckpointWarning
 from tf_ckpt.plan import Plan
 from tf_ckpt.planning import make_plan
 from tf_ckpt.replay import run
@@ -81,10 +82,40 @@ def apply(model, strategy="sqrt", *, layers=None, batch_size=None):
     stages = Stages(level)
     if tuple(stages.names) != made.layers:
         raise CheckpointError(_difference(stages.names, made.layers))
-    source = _plans[model][1] if model in _plans else model
-    applied = _executing(level, stages, made.ranges(), "", 0) if made.segments else keras_graph.with_executor(source, None)
+    if made.segments:
+        applied = _executing(level, stages, made.ranges(), "", 0, _Reminder(model.name))
+    else:
+        applied = keras_graph.with_executor(plain, None)
+        if made.strategy != "none":
+            _warn(f"Nothing in model '{model.name}' is worth recomputing by strategy {made.strategy!r}: it trains as it was.")
+    if made.segments and not keras_graph.runs_its_graph(model):
+        _warn(
+            f"Model '{model.name}' has a `call` of its own that does not seem to run its graph (`super().call`), so that "
+            "nothing is recomputed and no memory saved. Training is right. Use `tf_ckpt.Recompute` on its layers."
+        )
     _plans[applied] = (made, plain)
     return applied
+
+
+def _warn(message):
+    warnings.warn(message, CheckpointWarning, stacklevel=3)
+
+
+class _Reminder:
+    """Says once that a saved, cloned or pickled model is a plain one."""
+
+    def __init__(self, name):
+        self._name, self._said = name, False
+
+    def __call__(self):
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"The plan of model '{self._name}' is not stored with it: call `tf_ckpt.apply` again on what is loaded or "
+                "cloned. (`tf_ckpt.remove(model)` gives the plain model, which is stored without this warning.)",
+                CheckpointWarning,
+                stacklevel=4,
+            )
 
 
 def remove(model):
@@ -165,7 +196,7 @@ class _Inside:
         self._node.call(lambda operation: operation_fn(self._model), values)
 
 
-def _executing(level, stages, ranges, prefix, first):
+def _executing(level, stages, ranges, prefix, first, on_config=None):
     """Returns a copy of the level's model that runs the recomputed `ranges` of stages. `first` is its first stage."""
     pieces, position, starts = [], first, dict(ranges)
     stop = None
@@ -194,7 +225,7 @@ def _executing(level, stages, ranges, prefix, first):
             piece(operation_fn, values)
         return [values[x] for x in level.outputs]
 
-    return keras_graph.with_executor(remove(level.model), execute)
+    return keras_graph.with_executor(remove(level.model), execute, on_config)
 
 
 def _connect(pieces, outputs):

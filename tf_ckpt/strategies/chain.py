@@ -50,7 +50,8 @@ class Chain:
         weights: Bytes of each stage's weight gradients.
         fixed: Stages that must not be recomputed.
         expensive_end: Stages that end with a matmul or convolution.
-        fusable: Stages that begin elementwise, so that a graph optimiser may join them with the stage before.
+        joins_before: Stages that begin elementwise, so that a graph optimiser may join them with the stage before.
+        joins_after: Stages that end elementwise or with a product, so that they may be joined with the stage after.
         groups: Number for each stage; a segment must not mix numbers. Stages that reach different outputs differ, so
             that an output without a loss gives no gradients, as in the plain model.
         ranges: Pairs (start, stop): nested models. A segment holds all of one, or lies within it.
@@ -66,7 +67,8 @@ class Chain:
     weights: np.ndarray
     fixed: np.ndarray
     expensive_end: np.ndarray
-    fusable: np.ndarray
+    joins_before: np.ndarray
+    joins_after: np.ndarray
     groups: np.ndarray
     ranges: tuple
     tensors: tuple
@@ -147,16 +149,17 @@ class Chain:
         """Boolean array over cuts 0..n: False where a cut would change how something is rounded.
 
         The gradients of a tensor that three or more operations take are summed up in one order. A segment that holds
-        some of them sums its own up first. And a matmul or convolution with an elementwise operation behind it may become
-        one kernel, in the plain model or between cuts.
+        some of them sums its own up first. And a product or elementwise operation whose one reader is elementwise may
+        become one kernel with it, or share its constants, unless a cut lies between.
         """
         exact = np.ones(len(self) + 1, bool)
         for t in self.tensors:
             stages = [stage for stage, _ in t.uses]
             if t.differentiable and sum(n for _, n in t.uses) > 2 and max(n for _, n in t.uses) > 1 and len(stages) > 1:
                 exact[min(stages) + 1 : max(stages) + 1] = False
-            if t.producer >= 0 and self.expensive_end[t.producer] and any(s < len(self) and self.fusable[s] for s in stages):
-                exact[t.producer + 1 : min(t.last, len(self)) + 1] = False
+            if len(t.uses) == 1 and t.producer >= 0 and t.last < len(self) and self.joins_after[t.producer]:
+                if self.joins_before[t.last]:
+                    exact[t.producer + 1 : t.last + 1] = False
         return exact
 
     def rerun_flops(self, start, stop):
