@@ -315,7 +315,12 @@ def _twin(model):
     for name, value in model.__dict__.items():
         if name not in own and name not in ("_run_through_graph", "get_config"):
             twin.__dict__[name] = None if name in _BOUND else value
-    # What Keras appends to must not be shared: a layer added to the one would be in the other.
+    # What Keras and TensorFlow append to must not be shared: a layer added to the one would be in the other, and the
+    # training function of the one would live as long as the other.
+    for name, value in model.__dict__.items():
+        if name == "_tracked" or name.startswith("_self_"):
+            kind = next((k for k in (list, dict, set) if isinstance(value, k)), None)
+            twin.__dict__[name] = value if kind is None else kind(value)
     tracker, stores = model._tracker, {}
     for key, (accepts, store) in tracker.config.items():
         stores[key] = (accepts, list(store))
