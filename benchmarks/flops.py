@@ -55,7 +55,7 @@ def main():
                 missed.append(f"{name} with {strategy!r}: {ratio:.3f} > {bound}")
             figures = (f"{flops / 1e9:,.2f}", str(number), f"{ratio:.3f}", f"{1 + plan.overhead:.3f}")
             table.add_row("", strategy, *figures, "" if bound is None else f"<= {bound}")
-    console = Console()
+    console = Console(width=120)
     console.print(table)
     for line in missed:
         console.print(f"Bound missed: {line}", markup=False)

@@ -7,8 +7,9 @@ Each run is a fresh process. Its peak is the most that a step holds above what i
 the first step apart, which traces. "predicted" is what the plan says before anything has run: activations and weight
 gradients. The exit status is 1 if a bound is missed; bounds are for graph mode.
 
-Losses are compared to the bit. TensorFlow adds gradients of three terms up in the order in which operations that run in
-parallel let go of them, so two plain runs may differ too: one operation runs at a time, on all cores.
+Losses are compared to the bit. Two plain runs may differ too where operations run in parallel: TensorFlow adds up
+gradients of three terms in the order in which those let go of them. With `--inter-op-threads 1` they do not, but then the
+order of execution, and with it the peak, is another one than that of most machines.
 """
 
 import os
@@ -55,15 +56,15 @@ def device():
     return "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
 
 
-def train(name, strategy, steps, jit_compile):
+def train(arguments):
     """One run, in a process of its own."""
-    tf.config.threading.set_inter_op_parallelism_threads(1)
+    name, strategy = arguments.run
+    tf.config.threading.set_inter_op_parallelism_threads(arguments.inter_op_threads)
     tf.config.experimental.enable_op_determinism()
     keras.utils.set_random_seed(0)
-    model, plan = MODELS[name].compiled(strategy, jit_compile)
+    model, plan = MODELS[name].compiled(strategy, arguments.jit_compile)
     memory = StepMemory()
-    model.fit(MODELS[name].dataset(model, steps), shuffle=False, verbose=0, callbacks=[memory])
-    # `fit` logs the mean loss so far: one differing bit in any step shows in it.
+    model.fit(MODELS[name].dataset(model, arguments.steps), shuffle=False, verbose=0, callbacks=[memory])
     return {
         "peak": max(memory.peaks) - min(memory.baselines),
         "predicted": plan.activation_bytes,
@@ -73,8 +74,7 @@ def train(name, strategy, steps, jit_compile):
 
 def run(name, strategy, arguments):
     """Starts a run in a fresh process and returns what it found, or None if it failed."""
-    command = [sys.executable, __file__, "--steps", str(arguments.steps), "--run", name, strategy]
-    command += ["--jit-compile"] * arguments.jit_compile
+    command = [sys.executable, *sys.argv, "--run", name, strategy]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         print(f"{name}, {strategy}: exit status {done.returncode}\n{done.stderr[-2000:]}", file=sys.stderr)
@@ -86,18 +86,26 @@ def main():
     parser = option_parser(__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=positive, default=3, metavar="N", help="steps in a run, at least 2")
     parser.add_argument("--jit-compile", action="store_true", help="compile with XLA")
+    parser.add_argument(
+        "--inter-op-threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="operations that may run in parallel; 0: as many as cores",
+    )
     parser.add_argument("--run", nargs=2, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.steps < 2:
         parser.error(f"argument --steps: the first step is left out, so 2 is the least. Received: {arguments.steps}")
     if arguments.run:
-        print(json.dumps(train(*arguments.run, arguments.steps, arguments.jit_compile)))
+        print(json.dumps(train(arguments)))
         return 0
     mode = "XLA" if arguments.jit_compile else "graph mode"
     table = Table(title=f"Peak above the baseline, after the first step, {mode}")
     for heading in ("model", "strategy"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("peak MiB", "MB", "ratio", "bound", "predicted MiB", f"loss after {arguments.steps} steps", "losses equal"):
+    loss = f"loss, step {arguments.steps}"
+    for heading in ("peak MiB", "peak MB", "ratio", "bound", "predicted MiB", loss, "losses equal"):
         table.add_column(heading, justify="right")
     missed = []
     for name in arguments.models:
@@ -113,7 +121,7 @@ def main():
             if bound is not None and ratio > bound:
                 missed.append(f"{name} with {strategy!r}: {ratio:.3f} > {bound}")
             table.add_row(
-                name,
+                name if strategy == PLAIN else "",
                 strategy,
                 f"{result['peak'] / MIB:,.1f}",
                 f"{result['peak'] / 1e6:,.1f}",
@@ -123,7 +131,7 @@ def main():
                 f"{result['losses'][-1]:.7f}",
                 "yes" if result["losses"] == plain["losses"] else "no",
             )
-    console = Console()
+    console = Console(width=120)
     console.print(table)
     for line in missed:
         console.print(f"Missed: {line}", markup=False)

@@ -45,8 +45,12 @@ class Surroundings:
 
     @staticmethod
     def _copy(value):
-        # A layer writes the `training` that it resolved back into the context: keep it as it is now.
-        return copy.copy(value)
+        # A layer writes the `training` that it resolved back into the context: keep it as it is now. And a traced graph
+        # that holds this must not keep the model alive.
+        value = copy.copy(value)
+        if hasattr(value, "entry_layer"):
+            value.entry_layer = None
+        return value
 
     @contextlib.contextmanager
     def entered(self):
