@@ -5,7 +5,7 @@ as many whole lines as fit; the rest is padding, which is masked from the embedd
 
     python examples/fit_transformer.py
     python examples/fit_transformer.py --blocks 12 --length 512 --batch-size 4
-    python examples/fit_transformer.py --memory-limit-mib 520
+    python examples/fit_transformer.py --memory-limit-mib 560
 """
 
 import os
@@ -98,7 +98,7 @@ def make_dataset(arguments):
 
 
 def parse():
-    parser = option_parser(__doc__.partition("\n")[0], limit_mib=520, batch_size=8, steps=12)
+    parser = option_parser(__doc__.partition("\n")[0], limit_mib=560, batch_size=8, steps=12)
     parser.add_argument("--blocks", type=positive, default=8, metavar="N", help="Transformer blocks")
     parser.add_argument("--width", type=positive, default=256, metavar="N", help="features of a character")
     parser.add_argument("--heads", type=positive, default=4, metavar="N", help="attention heads")

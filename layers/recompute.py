@@ -78,7 +78,7 @@ class Recompute(keras.layers.Wrapper):
             self.layer.build(*args, **kwargs)
         self.built = True
 
-    # Keras then builds by a symbolic call, in which the wrapped layer builds itself from its own call arguments.
+    # If the wrapped layer has no `build` of its own, Keras builds by a symbolic call, in which the layer builds itself.
     build._is_default = True
 
     def compute_output_spec(self, *args, **kwargs):
@@ -162,7 +162,19 @@ def _class_for(base, wrapped):
             return base.call(self, *args, **kwargs)
 
         call.__signature__ = inspect.signature(original)
-        body = {"__module__": base.__module__, "__doc__": base.__doc__, "call": call, "__qualname__": wrapped.__qualname__}
+        body = {
+            "__module__": base.__module__,
+            "__doc__": base.__doc__,
+            "call": call,
+            "__qualname__": wrapped.__qualname__,
+        }
+        if not getattr(wrapped.build, "_is_default", False):
+
+            def build(self, *args, **kwargs):
+                base.build(self, *args, **kwargs)
+
+            build.__signature__ = inspect.signature(wrapped.build)  # Keras reads off it which shapes to pass
+            body["build"] = build
         made = type(wrapped.__name__, (base,), body)
         register = keras.saving.register_keras_serializable(package="tf_ckpt", name="Recompute")
         register(made)

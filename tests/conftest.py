@@ -10,6 +10,11 @@ import gc
 
 import keras
 import pytest
+import tensorflow as tf
+
+# `AddN` of three terms starts with whichever buffer it may reuse, so that with several threads between operations the
+# plain model itself rounds one way or the other.
+tf.config.threading.set_inter_op_parallelism_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -161,7 +161,7 @@ def mapped_outside():
 
 def describe(tensor):
     """Returns a tensor's name, if it has one, shape and dtype for a message."""
-    name = 'tensor' if hasattr(tensor, 'numpy') else tensor.name
+    name = "tensor" if hasattr(tensor, "numpy") else tensor.name
     return f"{name} of shape {tuple(tensor.shape)} and dtype {tensor.dtype.name}"
 
 

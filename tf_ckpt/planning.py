@@ -60,7 +60,9 @@ def make_plan(level, model, strategy, layers, batch_size):
                 f"Received: layers={layers!r}"
             )
     else:
-        ranges = selective(chain, [_cheap(node, cost) for node, cost in zip(stages.nodes, chain.flops, strict=True)], False)
+        ranges = selective(
+            chain, [_cheap(node, cost) for node, cost in zip(stages.nodes, chain.flops, strict=True)], False
+        )
     return Plan.of(chain, ranges, strategy)
 
 
@@ -97,7 +99,9 @@ def _chosen(stages, layers):
         )
     chosen = np.zeros(len(stages.nodes), bool)
     if not layers:
-        raise CheckpointError(f"`layers` names no layer; for a plain model use strategy='none'. Received: layers={layers!r}")
+        raise CheckpointError(
+            f"`layers` names no layer; for a plain model use strategy='none'. Received: layers={layers!r}"
+        )
     for item in layers:
         if inspect.isclass(item) and issubclass(item, keras.Layer):
             found = _matching(stages, lambda name, layer, item=item: isinstance(layer, item))
@@ -106,7 +110,9 @@ def _chosen(stages, layers):
         elif isinstance(item, keras.Layer):
             found = _matching(stages, lambda name, layer, item=item: layer is item)
         else:
-            raise TypeError(f"`layers` holds names, patterns, layer classes or layers. Received: {item!r} in layers={layers!r}")
+            raise TypeError(
+                f"`layers` holds names, patterns, layer classes or layers. Received: {item!r} in layers={layers!r}"
+            )
         chosen |= _all_of(stages, found, repr(item.name if isinstance(item, keras.Layer) else item))
     return chosen
 

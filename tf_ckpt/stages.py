@@ -121,7 +121,9 @@ class Stages:
             fixed[stage] = must_stay_plain(node) or not reach[stage] or bool(cost.unrepeatable)
             if cost.unrepeatable:
                 warnings.warn(
-                    f"'{self.names[stage]}' runs plain in every plan: it {cost.unrepeatable}.", CheckpointWarning, stacklevel=6
+                    f"'{self.names[stage]}' runs plain in every plan: it {cost.unrepeatable}.",
+                    CheckpointWarning,
+                    stacklevel=6,
                 )
         return fixed
 

@@ -9,7 +9,6 @@ import keras
 from tf_ckpt import graph as keras_graph
 from tf_ckpt import inspection
 from tf_ckpt.errors import CheckpointError, CheckpointWarning
-from tf_ckpt.plan import Plan
 from tf_ckpt.planning import make_plan
 from tf_ckpt.replay import run
 from tf_ckpt.stages import Stages
@@ -87,7 +86,9 @@ def apply(model, strategy="sqrt", *, layers=None, batch_size=None):
     else:
         applied = keras_graph.with_executor(plain, None)
         if made.strategy != "none":
-            _warn(f"Nothing in model '{model.name}' is worth recomputing by strategy {made.strategy!r}: it trains as it was.")
+            _warn(
+                f"Nothing in model '{model.name}' is worth recomputing by strategy {made.strategy!r}: it trains as it was."
+            )
     if made.segments and not keras_graph.runs_its_graph(model):
         _warn(
             f"Model '{model.name}' has a `call` of its own that does not seem to run its graph (`super().call`), so that "
@@ -143,12 +144,18 @@ def plan_of(model):
 def _graph_of(model):
     if not isinstance(model, keras.Model):
         hint = " For a single layer use `tf_ckpt.Recompute`." if isinstance(model, keras.Layer) else ""
-        raise TypeError(f"`model` must be a `keras.Model`.{hint} Received: model={model!r} of type {type(model).__name__}")
+        raise TypeError(
+            f"`model` must be a `keras.Model`.{hint} Received: model={model!r} of type {type(model).__name__}"
+        )
     level = keras_graph.read(model)
     if level is None:
-        what = "is not built yet: call it on data or give it a `keras.Input`" if isinstance(model, keras.Sequential) else (
-            "is no graph of layers, since its `call` is Python code. Wrap its large parts where they are made:\n\n"
-            "    self.block = tf_ckpt.Recompute(Block(...))  # instead of Block(...)"
+        what = (
+            "is not built yet: call it on data or give it a `keras.Input`"
+            if isinstance(model, keras.Sequential)
+            else (
+                "is no graph of layers, since its `call` is Python code. Wrap its large parts where they are made:\n\n"
+                "    self.block = tf_ckpt.Recompute(Block(...))  # instead of Block(...)"
+            )
         )
         raise CheckpointError(f"Model '{model.name}' {what}.\nReceived: model of class {type(model).__name__}")
     return level
