@@ -47,9 +47,7 @@ def executed_operations(function):
 def _imported(definition):
     for node in definition.node:
         if node.op in _CALLS:
-            raise RuntimeError(
-                f"Operations inside of a function call cannot be counted. Received: {node.op} {node.name!r}"
-            )
+            raise RuntimeError(f"Operations inside of a function call cannot be counted. Received: {node.op} {node.name!r}")
         if node.op in _FUSED:
             node.op = _FUSED[node.op]
             controls = [x for x in node.input if x.startswith("^")]

@@ -100,9 +100,7 @@ def option_parser(description, models=tuple(MODELS), strategies=STRATEGIES):
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=list(models), metavar="NAME", help=", ".join(MODELS)
-    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(models), metavar="NAME", help=", ".join(MODELS))
     parser.add_argument(
         "--strategies",
         nargs="+",

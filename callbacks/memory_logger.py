@@ -70,8 +70,7 @@ class MemoryLogger(keras.callbacks.Callback):
         counted = isinstance(update_freq, int) and not isinstance(update_freq, bool) and update_freq > 0
         if not counted and update_freq not in ("epoch", "batch"):
             raise CheckpointError(
-                '`update_freq` must be "epoch", "batch" or a positive number of batches. '
-                f"Received: update_freq={update_freq!r}"
+                f'`update_freq` must be "epoch", "batch" or a positive number of batches. Received: update_freq={update_freq!r}'
             )
         if not isinstance(reset, bool):
             raise CheckpointError(f"`reset` must be True or False. Received: reset={reset!r}")

@@ -106,9 +106,7 @@ def parse():
     parser.add_argument("--dropout", type=float, default=0.1, metavar="RATE", help="dropout rate, at least 0, below 1")
     arguments = parser.parse_args()
     if arguments.width % arguments.heads:
-        parser.error(
-            f"argument --width: must be a multiple of --heads. Received: {arguments.width} and {arguments.heads}"
-        )
+        parser.error(f"argument --width: must be a multiple of --heads. Received: {arguments.width} and {arguments.heads}")
     if not 0 <= arguments.dropout < 1:
         parser.error(f"argument --dropout: must be at least 0 and below 1. Received: {arguments.dropout}")
     return arguments

@@ -77,9 +77,7 @@ def _mlp(*middle, width=8, **dense):
 
 
 def dropout():
-    return _mlp(
-        lambda: L.Dropout(0.5, seed=1), lambda: L.GaussianNoise(0.3, seed=2), lambda: L.AlphaDropout(0.2, seed=3)
-    )
+    return _mlp(lambda: L.Dropout(0.5, seed=1), lambda: L.GaussianNoise(0.3, seed=2), lambda: L.AlphaDropout(0.2, seed=3))
 
 
 def batch_norm():

@@ -118,9 +118,7 @@ def thirds(chain):
     for cut in range(1, len(chain) + 1):
         if not chain.exact_cuts[cut]:
             continue
-        if chain.allowed(start, cut) and (
-            cut - start >= size or cut == len(chain) or not chain.allowed(start, cut + 1)
-        ):
+        if chain.allowed(start, cut) and (cut - start >= size or cut == len(chain) or not chain.allowed(start, cut + 1)):
             ranges.append((start, cut))
             start = cut
         elif not chain.allowed(start, cut):
@@ -133,9 +131,7 @@ def wrapped(model):
 
     def wrap(layer):
         copy = type(layer).from_config(layer.get_config())
-        bare = not isinstance(layer, keras.Layer) or isinstance(
-            layer, (keras.layers.InputLayer, keras.layers.Embedding)
-        )
+        bare = not isinstance(layer, keras.Layer) or isinstance(layer, (keras.layers.InputLayer, keras.layers.Embedding))
         return copy if bare else tf_ckpt.Recompute(copy)
 
     clone = keras.models.clone_model(model, clone_function=wrap)

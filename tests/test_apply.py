@@ -83,10 +83,7 @@ def same_objects(first, second):
 
 
 MODELS = {
-    **{
-        name: lambda name=name: CASES[name]()[0]
-        for name in ("several_inputs_and_outputs", "nested_model", "shared_layer")
-    },
+    **{name: lambda name=name: CASES[name]()[0] for name in ("several_inputs_and_outputs", "nested_model", "shared_layer")},
     **{name: lambda name=name: CASES[name]()[0] for name in ("custom_state", "convolutions", "mixed_float16")},
     "sequential": lambda: sequential(),
     "subclass": lambda: mine(),
@@ -475,9 +472,7 @@ def test_plan_of_a_plain_model():
         "full",
         "selective",
         thirds,
-        pytest.param(
-            "none", marks=pytest.mark.xfail(strict=True, reason="bug: `plan_of` is None for a plan without segments")
-        ),
+        pytest.param("none", marks=pytest.mark.xfail(strict=True, reason="bug: `plan_of` is None for a plan without segments")),
     ],
 )
 def test_plan_is_what_apply_executes(strategy):
@@ -797,9 +792,7 @@ def test_fit_and_inference_with_state_of_all_kinds():
     fits_alike(model, tf_ckpt.apply(model, thirds), x, y, inference=True)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="bug: in graph mode the last bit differs, and `exact_cuts` says that it does not"
-)
+@pytest.mark.xfail(strict=True, reason="bug: in graph mode the last bit differs, and `exact_cuts` says that it does not")
 def test_gelu_with_an_activity_regularizer():
     for seed in range(3):
         keras.utils.set_random_seed(seed)

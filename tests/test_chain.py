@@ -43,9 +43,7 @@ def line(n, size=1, **arrays):
     """Stages one after the other: each needs its input in its backward pass, and the last one's output is the loss."""
     sizes = np.broadcast_to(size, n)
     links = [tensor(k, k + 1, size=int(sizes[k]), kept_by=[] if k == n - 1 else None) for k in range(n)]
-    return make(
-        n, links, **{"flops": np.ones(n), "pruned_flops": np.ones(n), "backward_flops": np.full(n, 2.0), **arrays}
-    )
+    return make(n, links, **{"flops": np.ones(n), "pruned_flops": np.ones(n), "backward_flops": np.full(n, 2.0), **arrays})
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -67,9 +65,7 @@ def test_crossing_holds_a_skip_at_each_cut_up_to_its_last_reader():
 
 
 def test_boundary_counts_each_tensor_once_however_long_its_skip():
-    chain = make(
-        4, [tensor(0, 1, 2, 3, size=10), tensor(1, 2, size=100), tensor(2, 3, size=1000), tensor(3, 4, size=1)]
-    )
+    chain = make(4, [tensor(0, 1, 2, 3, size=10), tensor(1, 2, size=100), tensor(2, 3, size=1000), tensor(3, 4, size=1)])
     np.testing.assert_array_equal(chain.boundary(0), [0])
     np.testing.assert_array_equal(chain.boundary(2), [110, 100, 0])
     np.testing.assert_array_equal(chain.boundary(3), [1010, 1000, 1000, 0])
@@ -294,9 +290,7 @@ def test_peak_of_equal_stages():
 
 
 def test_frees_counts_what_later_stages_do_not_need():
-    chain = make(
-        3, [tensor(0, 1), tensor(1, 2, size=10), tensor(2, 3, size=100, kept_by=[])], internal=[1000, 2000, 4000]
-    )
+    chain = make(3, [tensor(0, 1), tensor(1, 2, size=10), tensor(2, 3, size=100, kept_by=[])], internal=[1000, 2000, 4000])
     assert frees(chain, (0, 1)) == 1000  # stage 1 keeps its input all the same
     assert frees(chain, (0, 2)) == 3001
     assert frees(chain, (0, 3)) == 7011

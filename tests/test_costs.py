@@ -91,9 +91,7 @@ def test_depthwise_and_transposed_convolution():
     assert depthwise.internal_bytes == transposed.internal_bytes == 0
 
 
-@pytest.mark.xfail(
-    strict=True, reason="bug: on a CPU, Keras runs these in a compiled function, which costs do not look into"
-)
+@pytest.mark.xfail(strict=True, reason="bug: on a CPU, Keras runs these in a compiled function, which costs do not look into")
 def test_grouped_convolution():
     c = cost(L.Conv2D(4, 3, groups=2, padding="same", use_bias=False), (8, 8, 6))
     assert c.flops == 2 * BATCH * 8 * 8 * 4 * 3 * 3 * 3

@@ -13,9 +13,7 @@ def _using(pattern, but):
 
 def test_private_keras_names_are_in_graph_alone():
     assert len(SOURCES) > 15
-    assert (
-        _using(r"keras\.src|keras\._|\._nodes_by_depth|\._inbound_nodes|_run_through_graph|_loss_ids", "graph.py") == []
-    )
+    assert _using(r"keras\.src|keras\._|\._nodes_by_depth|\._inbound_nodes|_run_through_graph|_loss_ids", "graph.py") == []
 
 
 def test_private_tensorflow_names_are_in_tf_internals_alone():

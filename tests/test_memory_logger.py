@@ -253,9 +253,7 @@ def test_run_eagerly_and_a_dataset_of_unknown_length():
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).filter(lambda a, b: True).batch(BATCH)
     logger = MemoryLogger()
     with pytest.warns(UserWarning, match="ran out of data"):
-        history = (
-            make_model(run_eagerly=True).fit(dataset, epochs=2, shuffle=False, verbose=0, callbacks=[logger]).history
-        )
+        history = make_model(run_eagerly=True).fit(dataset, epochs=2, shuffle=False, verbose=0, callbacks=[logger]).history
     assert logger.report()["batches"] == 6
     assert all(peak > 0 for peak in history["peak_memory_mib"])
 

@@ -19,10 +19,44 @@ from tf_ckpt.inspection import unrepeatable
 
 MIB = 2**20
 _ALIASES = frozenset(["Identity", "IdentityN", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient"])
-_FREE = frozenset(["Placeholder", "Const", "ReadVariableOp", "VarHandleOp", "Shape", "ShapeN", "Size", "Rank", "BroadcastGradientArgs"])
+_FREE = frozenset(
+    ["Placeholder", "Const", "ReadVariableOp", "VarHandleOp", "Shape", "ShapeN", "Size", "Rank", "BroadcastGradientArgs"]
+)
 _EXPENSIVE = ("MatMul", "BatchMatMul", "Conv", "DepthwiseConv", "Einsum")
 _ELEMENTWISE = frozenset(
-    ["Tanh", "Sigmoid", "Elu", "Selu", "Erf", "Erfc", "Softplus", "Softsign", "Exp", "Log", "Relu6", "Mul", "AddV2", "Add", "Sub", "RealDiv", "Maximum", "Minimum", "Square", "Pow", "Abs", "Neg", "Sqrt", "Rsqrt", "BiasAdd", "SelectV2", "GreaterEqual", "Greater", "Less", "LessEqual", "Cast"]
+    [
+        "Tanh",
+        "Sigmoid",
+        "Elu",
+        "Selu",
+        "Erf",
+        "Erfc",
+        "Softplus",
+        "Softsign",
+        "Exp",
+        "Log",
+        "Relu6",
+        "Mul",
+        "AddV2",
+        "Add",
+        "Sub",
+        "RealDiv",
+        "Maximum",
+        "Minimum",
+        "Square",
+        "Pow",
+        "Abs",
+        "Neg",
+        "Sqrt",
+        "Rsqrt",
+        "BiasAdd",
+        "SelectV2",
+        "GreaterEqual",
+        "Greater",
+        "Less",
+        "LessEqual",
+        "Cast",
+    ]
 )
 _UNKNOWN = 64  # stands for a dimension that the model leaves open, the batch apart
 
@@ -214,9 +248,7 @@ def _account(node, forward, backward, inputs, outputs, reason):
 
 
 def _bytes(tensor):
-    return (
-        int(np.prod([_UNKNOWN if n is None else n for n in tensor.shape.as_list()], dtype=np.int64)) * tensor.dtype.size
-    )
+    return int(np.prod([_UNKNOWN if n is None else n for n in tensor.shape.as_list()], dtype=np.int64)) * tensor.dtype.size
 
 
 def _needed(operations, made):

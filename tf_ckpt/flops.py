@@ -6,7 +6,29 @@ A multiply and an add count as two. What is no product counts one FLOP for each 
 import numpy as np
 
 _NONE = frozenset(
-    ["Placeholder", "Const", "Identity", "IdentityN", "Reshape", "ExpandDims", "Squeeze", "Shape", "ShapeN", "Size", "Rank", "NoOp", "ReadVariableOp", "VarHandleOp", "StopGradient", "PreventGradient", "BroadcastGradientArgs", "AssignVariableOp", "StridedSlice", "Pack", "Slice"]
+    [
+        "Placeholder",
+        "Const",
+        "Identity",
+        "IdentityN",
+        "Reshape",
+        "ExpandDims",
+        "Squeeze",
+        "Shape",
+        "ShapeN",
+        "Size",
+        "Rank",
+        "NoOp",
+        "ReadVariableOp",
+        "VarHandleOp",
+        "StopGradient",
+        "PreventGradient",
+        "BroadcastGradientArgs",
+        "AssignVariableOp",
+        "StridedSlice",
+        "Pack",
+        "Slice",
+    ]
 )
 
 

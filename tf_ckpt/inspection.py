@@ -20,7 +20,29 @@ from tf_ckpt import tf_internals
 from tf_ckpt.errors import CheckpointError, CheckpointWarning
 
 _RANDOM = frozenset(
-    ["RandomUniform", "RandomUniformInt", "RandomStandardNormal", "ParameterizedTruncatedNormal", "TruncatedNormal", "RandomShuffle", "Multinomial", "RandomGamma", "RandomPoisson", "RandomPoissonV2", "SampleDistortedBoundingBox", "SampleDistortedBoundingBoxV2", "RngReadAndSkip", "RngSkip", "StatefulStandardNormal", "StatefulStandardNormalV2", "StatefulTruncatedNormal", "StatefulUniform", "StatefulUniformInt", "StatefulUniformFullInt", "StatefulRandomBinomial"]
+    [
+        "RandomUniform",
+        "RandomUniformInt",
+        "RandomStandardNormal",
+        "ParameterizedTruncatedNormal",
+        "TruncatedNormal",
+        "RandomShuffle",
+        "Multinomial",
+        "RandomGamma",
+        "RandomPoisson",
+        "RandomPoissonV2",
+        "SampleDistortedBoundingBox",
+        "SampleDistortedBoundingBoxV2",
+        "RngReadAndSkip",
+        "RngSkip",
+        "StatefulStandardNormal",
+        "StatefulStandardNormalV2",
+        "StatefulTruncatedNormal",
+        "StatefulUniform",
+        "StatefulUniformInt",
+        "StatefulUniformFullInt",
+        "StatefulRandomBinomial",
+    ]
 )
 _OTHER_STATE = ("IteratorGetNext", "QueueDequeue", "ReaderRead", "LookupTableInsert", "LookupTableImport")
 _CALLS = frozenset(["StatefulPartitionedCall", "XlaLaunch", "XlaLaunchV2"])
@@ -84,9 +106,7 @@ def unrepeatable(op_type, stateful=False):
         stateful: Whether the operation calls a function that TensorFlow says has state.
     """
     if op_type in _RANDOM:
-        return (
-            f"draws random numbers with TensorFlow's {op_type}; use `keras.random` with a `keras.random.SeedGenerator`"
-        )
+        return f"draws random numbers with TensorFlow's {op_type}; use `keras.random` with a `keras.random.SeedGenerator`"
     if op_type in _CALLS or stateful:
         return "calls a `tf.function` that holds variables or other state, which recompute cannot see; take the decorator off"
     writes = (op_type.startswith("Assign") and op_type.endswith("VariableOp")) or op_type.startswith(
@@ -224,9 +244,7 @@ class Watched:
         for op_type, taken, made in self._operations:
             if op_type in _GATHERS and taken[0] in direct:
                 name = next(names[h] for h in reach[taken[0]] if h in names)
-                raise RunPlain(
-                    f"the gradient of '{name}' is sparse, and recompute would make it as large as the table."
-                )
+                raise RunPlain(f"the gradient of '{name}' is sparse, and recompute would make it as large as the table.")
             through = set().union(*(reach.get(number, ()) for number in taken))
             if not through or not tf_internals.has_gradient(op_type):
                 continue
@@ -244,9 +262,27 @@ class Watched:
 
 _READS_OTHERS = frozenset(["Mul", "RealDiv", "Div", "DivNoNan"])  # each input, for the gradients of the others
 _READS_INPUTS = frozenset(
-    ["Erf", "Erfc", "Log", "Log1p", "Square", "SquaredDifference", "Pow", "Maximum", "Minimum", "Softplus", "Softsign", "LeakyRelu", "Abs", "Sin", "Cos"]
+    [
+        "Erf",
+        "Erfc",
+        "Log",
+        "Log1p",
+        "Square",
+        "SquaredDifference",
+        "Pow",
+        "Maximum",
+        "Minimum",
+        "Softplus",
+        "Softsign",
+        "LeakyRelu",
+        "Abs",
+        "Sin",
+        "Cos",
+    ]
 )
-_READS_OUTPUTS = frozenset(["Exp", "Tanh", "Sigmoid", "Sqrt", "Rsqrt", "Relu", "Relu6", "Elu", "Selu", "Softmax", "LogSoftmax", "Reciprocal", "Inv"])
+_READS_OUTPUTS = frozenset(
+    ["Exp", "Tanh", "Sigmoid", "Sqrt", "Rsqrt", "Relu", "Relu6", "Elu", "Selu", "Softmax", "LogSoftmax", "Reciprocal", "Inv"]
+)
 
 
 def _carries_gradient(tensor):

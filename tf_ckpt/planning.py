@@ -60,9 +60,7 @@ def make_plan(level, model, strategy, layers, batch_size):
                 f"Received: layers={layers!r}"
             )
     else:
-        ranges = selective(
-            chain, [_cheap(node, cost) for node, cost in zip(stages.nodes, chain.flops, strict=True)], False
-        )
+        ranges = selective(chain, [_cheap(node, cost) for node, cost in zip(stages.nodes, chain.flops, strict=True)], False)
     return Plan.of(chain, ranges, strategy)
 
 
@@ -77,9 +75,7 @@ def _check(strategy, layers, batch_size):
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise CheckpointError(f"`strategy` must be one of {STRATEGIES}.{hint} Received: strategy={strategy!r}")
     if layers is not None and strategy != "selective":
-        raise CheckpointError(
-            f"`layers` goes with strategy='selective'. Received: strategy={strategy!r}, layers={layers!r}"
-        )
+        raise CheckpointError(f"`layers` goes with strategy='selective'. Received: strategy={strategy!r}, layers={layers!r}")
     if batch_size is not None and (not isinstance(batch_size, numbers.Integral) or isinstance(batch_size, bool)):
         raise TypeError(f"`batch_size` must be an integer. Received: batch_size={batch_size!r}")
     if batch_size is not None and batch_size < 1:
@@ -99,9 +95,7 @@ def _chosen(stages, layers):
         )
     chosen = np.zeros(len(stages.nodes), bool)
     if not layers:
-        raise CheckpointError(
-            f"`layers` names no layer; for a plain model use strategy='none'. Received: layers={layers!r}"
-        )
+        raise CheckpointError(f"`layers` names no layer; for a plain model use strategy='none'. Received: layers={layers!r}")
     for item in layers:
         if inspect.isclass(item) and issubclass(item, keras.Layer):
             found = _matching(stages, lambda name, layer, item=item: isinstance(layer, item))
@@ -110,9 +104,7 @@ def _chosen(stages, layers):
         elif isinstance(item, keras.Layer):
             found = _matching(stages, lambda name, layer, item=item: layer is item)
         else:
-            raise TypeError(
-                f"`layers` holds names, patterns, layer classes or layers. Received: {item!r} in layers={layers!r}"
-            )
+            raise TypeError(f"`layers` holds names, patterns, layer classes or layers. Received: {item!r} in layers={layers!r}")
         chosen |= _all_of(stages, found, repr(item.name if isinstance(item, keras.Layer) else item))
     return chosen
 

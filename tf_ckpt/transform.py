@@ -86,9 +86,7 @@ def apply(model, strategy="sqrt", *, layers=None, batch_size=None):
     else:
         applied = keras_graph.with_executor(plain, None)
         if made.strategy != "none":
-            _warn(
-                f"Nothing in model '{model.name}' is worth recomputing by strategy {made.strategy!r}: it trains as it was."
-            )
+            _warn(f"Nothing in model '{model.name}' is worth recomputing by strategy {made.strategy!r}: it trains as it was.")
     if made.segments and not keras_graph.runs_its_graph(model):
         _warn(
             f"Model '{model.name}' has a `call` of its own that does not seem to run its graph (`super().call`), so that "
@@ -144,9 +142,7 @@ def plan_of(model):
 def _graph_of(model):
     if not isinstance(model, keras.Model):
         hint = " For a single layer use `tf_ckpt.Recompute`." if isinstance(model, keras.Layer) else ""
-        raise TypeError(
-            f"`model` must be a `keras.Model`.{hint} Received: model={model!r} of type {type(model).__name__}"
-        )
+        raise TypeError(f"`model` must be a `keras.Model`.{hint} Received: model={model!r} of type {type(model).__name__}")
     level = keras_graph.read(model)
     if level is None:
         what = (

@@ -171,8 +171,7 @@ class Chain:
         runs = {}
         for k in range(stop - 1, start - 1, -1):
             read = any(
-                any(start <= s < stop for s in t.inner) or any(runs.get(s) for s, _ in t.uses)
-                for t in inside.get(k, [])
+                any(start <= s < stop for s in t.inner) or any(runs.get(s) for s, _ in t.uses) for t in inside.get(k, [])
             )
             runs[k] = read or self.pruned_flops[k] > 0
             inside[k] = [] if not runs[k] else inside.get(k, [])
