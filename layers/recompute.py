@@ -169,15 +169,23 @@ def _class_for(base, wrapped):
             "__qualname__": wrapped.__qualname__,
         }
         if not getattr(wrapped.build, "_is_default", False):
-
-            def build(self, *args, **kwargs):
-                base.build(self, *args, **kwargs)
-
-            build.__signature__ = inspect.signature(wrapped.build)  # Keras reads off it which shapes to pass
-            body["build"] = build
+            body["build"] = _build_like(base, wrapped)
         made = type(wrapped.__name__, (base,), body)
         register = keras.saving.register_keras_serializable(package="tf_ckpt", name="Recompute")
         register(made)
         register(Recompute)
         _classes[base, wrapped] = made
     return _classes[base, wrapped]
+
+
+def _build_like(base, wrapped):
+    """Makes a `build` with the parameters of the wrapped class's, off which Keras reads which shapes to pass."""
+    parameters = list(inspect.signature(wrapped.build).parameters.values())[1:]
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        return base.build
+    takes = ", ".join(p.name if p.default is p.empty else f"{p.name}=None" for p in parameters)
+    gives = ", ".join(f"{p.name}={p.name}" for p in parameters)
+    space = {"base_build": base.build}
+    # Keras reads the parameters through its own wrapper of `build`, which a `__signature__` does not survive.
+    exec(f"def build(self, {takes}):\n    base_build(self, {gives})", space)
+    return space["build"]

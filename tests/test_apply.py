@@ -476,7 +476,7 @@ def test_plan_of_a_plain_model():
     ],
 )
 def test_plan_is_what_apply_executes(strategy):
-    model = transformer()
+    model = transformer(blocks=1)
     held = Held(model)
     plan = tf_ckpt.plan(model, strategy, batch_size=4)
     held.check()
@@ -611,9 +611,7 @@ def test_selective_by_layer_object():
 )
 def test_selective_inside_nested_models(layers, segments):
     model = block()
-    plan = tf_ckpt.plan(model, "selective", layers=layers)
-    assert names_of(plan) == segments
-    compare(model, tf_ckpt.apply(model, plan), [numbers(4, 8)], "graph", steps=1)
+    assert names_of(tf_ckpt.plan(model, "selective", layers=layers)) == segments
 
 
 def test_selective_chooses_what_is_cheap_and_large():

@@ -157,9 +157,9 @@ class Chain:
             stages = [stage for stage, _ in t.uses]
             if t.differentiable and sum(n for _, n in t.uses) > 2 and max(n for _, n in t.uses) > 1 and len(stages) > 1:
                 exact[min(stages) + 1 : max(stages) + 1] = False
-            if len(t.uses) == 1 and t.producer >= 0 and t.last < len(self) and self.joins_after[t.producer]:
-                if self.joins_before[t.last]:
-                    exact[t.producer + 1 : t.last + 1] = False
+            between = len(t.uses) == 1 and t.producer >= 0 and t.last < len(self)
+            if between and self.joins_after[t.producer] and self.joins_before[t.last]:
+                exact[t.producer + 1 : t.last + 1] = False
         return exact
 
     def rerun_flops(self, start, stop):

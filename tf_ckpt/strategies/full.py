@@ -1,5 +1,7 @@
 """Every stretch between single-tensor cuts is a segment: the least kept without several levels."""
 
+import itertools
+
 
 def full(chain):
     """Plans a segment between each two cuts that a single differentiable tensor crosses.
@@ -14,7 +16,7 @@ def full(chain):
     n = len(chain)
     cuts = [0, *(c for c in range(1, n) if sum(t.differentiable for t in chain.crossing(c)) == 1), n]
     segments = []
-    for start, stop in zip(cuts[:-2], cuts[1:-1], strict=True):
+    for start, stop in itertools.pairwise(cuts[:-1]):
         if chain.allowed(start, stop):
             segments.append((start, stop))
         else:
