@@ -15,8 +15,8 @@ _FUSED = {
     "_FusedConv2D": "Conv2D",
     "_FusedDepthwiseConv2dNative": "DepthwiseConv2dNative",
 }
-_FUSED_ATTRIBUTES = ["fused_ops", "num_args", "num_host_args", "TArgs", "epsilon", "leakyrelu_alpha", "filter_format"]
-_CALLS = frozenset(["PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "If", "StatelessIf", "XlaLaunch"])
+_FUSED_ATTRIBUTES = ("fused_ops", "num_args", "num_host_args", "TArgs", "epsilon", "leakyrelu_alpha", "filter_format")
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "If", "StatelessIf", "XlaLaunch")
 
 
 def executed_operations(function):

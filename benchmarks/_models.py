@@ -1,7 +1,7 @@
 """The models that are measured, by name, and what a benchmark needs to train them.
 
-Three kinds of work: one long chain without skips, a Transformer with dropout, and a convolutional network with BatchNorm
-that keeps most of its bytes in its first layers. All are plain functional Keras: nothing in them knows of checkpointing.
+Three kinds of work: one long chain without skips, a Transformer with dropout, and a convolutional network with
+BatchNorm that keeps most of its bytes in its first layers. All are plain functional Keras, unaware of checkpointing.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class Workload:
     bounds: dict = dataclasses.field(default_factory=dict)
 
     def compiled(self, strategy=PLAIN, jit_compile=False):
-        """Returns a compiled model, checkpointed unless `strategy` is `"plain"`, and the plan that is predicted from."""
+        """Returns a compiled model, checkpointed unless `strategy` is `"plain"`, and its plan."""
         model = self.build()
         plan = tf_ckpt.plan(model, "none" if strategy == PLAIN else strategy, batch_size=self.batch_size)
         if strategy != PLAIN:

@@ -284,14 +284,16 @@ def test_adding_to_one_sequential_leaves_the_other():
 
 
 def test_setting_an_attribute_of_one_leaves_the_other():
-    model = mine()
+    model, reference = mine(), mine()
     applied = tf_ckpt.apply(model)
-    applied.scale = 2.0
-    applied.extra = L.Dense(3)
-    applied.extra.build((8, 8))
+    for each in (applied, reference):
+        each.scale = 2.0
+        each.extra = L.Dense(3)
+        each.extra.build((8, 8))
     assert model.scale == 0.5
     assert not hasattr(model, "extra")
-    assert len(applied.variables) == len(model.variables) + 2
+    assert len(model.variables) == 8
+    assert len(applied.variables) == len(reference.variables)  # 10, or 8 before Keras followed such layers
 
 
 def test_dict_inputs():
@@ -472,7 +474,7 @@ def test_plan_of_a_plain_model():
         "full",
         "selective",
         thirds,
-        pytest.param("none", marks=pytest.mark.xfail(strict=True, reason="bug: `plan_of` is None for a plan without segments")),
+        "none",
     ],
 )
 def test_plan_is_what_apply_executes(strategy):
@@ -790,7 +792,7 @@ def test_fit_and_inference_with_state_of_all_kinds():
     fits_alike(model, tf_ckpt.apply(model, thirds), x, y, inference=True)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: in graph mode the last bit differs, and `exact_cuts` says that it does not")
+@pytest.mark.xfail(strict=True, reason="limit: a graph optimiser joins gelu and the regularizer; the last bit differs")
 def test_gelu_with_an_activity_regularizer():
     for seed in range(3):
         keras.utils.set_random_seed(seed)

@@ -254,14 +254,7 @@ def random_segments(rng, n):
     return [pair for pair in itertools.pairwise(cuts) if rng.random() < 0.7]
 
 
-PLAIN_GRADIENTS = pytest.mark.xfail(
-    strict=True,
-    reason="bug: `peak` looks at plain stages only when all of them have run backward, not while later ones' weight "
-    "gradients and earlier ones' activations are held together",
-)
-
-
-@pytest.mark.parametrize("weights", [False, pytest.param(True, marks=PLAIN_GRADIENTS)])
+@pytest.mark.parametrize("weights", [False, True])
 def test_peak_is_that_of_a_simulated_step(weights):
     rng = np.random.default_rng(0)
     for _ in range(400):
@@ -270,7 +263,6 @@ def test_peak_is_that_of_a_simulated_step(weights):
         assert (segments, chain.peak(segments)) == (segments, simulated_peak(chain, segments))
 
 
-@PLAIN_GRADIENTS
 def test_peak_while_a_large_plain_layer_runs_backward():
     # VGG's shape: large activations first, large weights last.
     chain = make(2, internal=[10, 0], weights=[0, 10])

@@ -91,7 +91,7 @@ def test_depthwise_and_transposed_convolution():
     assert depthwise.internal_bytes == transposed.internal_bytes == 0
 
 
-@pytest.mark.xfail(strict=True, reason="bug: on a CPU, Keras runs these in a compiled function, which costs do not look into")
+@pytest.mark.xfail(strict=True, reason="limit: on a CPU, Keras runs these in a compiled function, which costs do not look into")
 def test_grouped_convolution():
     c = cost(L.Conv2D(4, 3, groups=2, padding="same", use_bias=False), (8, 8, 6))
     assert c.flops == 2 * BATCH * 8 * 8 * 4 * 3 * 3 * 3
@@ -180,7 +180,7 @@ def test_the_same_tensor_twice_is_one():
     assert c.input_uses == (2, 2)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: what a `while` loop keeps and computes is not counted")
+@pytest.mark.xfail(strict=True, reason="limit: what a `while` loop keeps and computes is not counted")
 @pytest.mark.parametrize("layer", [L.LSTM, L.GRU])
 def test_recurrent_layers_keep_their_steps(layer):
     c = cost(layer(4, return_sequences=True), (6, 8))
@@ -269,7 +269,6 @@ def test_a_trace_leaves_state_and_seeds_alone():
         np.testing.assert_array_equal(v.numpy(), value, err_msg=v.path)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: the trace clears the losses of the layers' last call")
 def test_a_trace_leaves_losses_alone():
     model = stateful()
     losses = [loss.numpy() for loss in model.losses]
@@ -364,7 +363,6 @@ def powers(n):
     return activation
 
 
-@pytest.mark.xfail(strict=True, reason="bug: functions of one name have one cache entry")
 @pytest.mark.parametrize("layer", [L.Activation, L.Lambda])
 def test_functions_of_one_name_are_not_taken_for_one(layer):
     inputs = keras.Input((8,))
@@ -432,7 +430,7 @@ def large_head():
     [
         transformer,
         convolutional,
-        pytest.param(large_head, marks=pytest.mark.xfail(strict=True, reason="bug: `Chain.peak`, see test_chain.py")),
+        large_head,
     ],
 )
 def test_predicted_bytes_are_those_measured(make):

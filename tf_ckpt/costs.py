@@ -7,6 +7,7 @@ traced once, so that a model of equal blocks costs one block.
 """
 
 import dataclasses
+import inspect
 import json
 
 import numpy as np
@@ -140,7 +141,7 @@ def _key(node, batch_size):
         config = dict(operation.get_config())
         config.pop("name", None)
         settings = json.dumps(config, sort_keys=True, default=repr)
-        if " at 0x" in settings:
+        if " at 0x" in settings or _has_own_function(operation):
             settings = str(id(operation))
     except Exception:  # operations without a config
         settings = str(id(operation))
@@ -148,6 +149,15 @@ def _key(node, batch_size):
     repeats = tuple(node.inputs.index(x) for x in node.inputs)
     flags = json.dumps(keras_graph.plain_arguments(node), default=repr)
     return type(operation), settings, trainable, shapes(node.inputs), repeats, shapes(node.outputs), flags, batch_size
+
+
+def _has_own_function(operation):
+    """Returns True if a config does not tell all: it names functions, and names may be alike."""
+    own = [x for x in vars(operation).values() if inspect.isfunction(x)]
+    return any(not x.__module__.startswith("keras.") for x in own if hasattr(x, "__module__") and x.__name__ not in _METHODS)
+
+
+_METHODS = ("build", "quantize")  # Keras' own wrappers, which bear the layer's module
 
 
 def _weights(node):
@@ -183,7 +193,7 @@ def _trace(node, batch_size):
         inputs = list(values.values())
         floats = [x for x in inputs if x.dtype.is_floating]
         weights = [keras_graph.raw_variable(v) for v in _weights(node)]
-        with keras_graph.no_side_effects(), tf.GradientTape(watch_accessed_variables=False) as tape:
+        with keras_graph.no_side_effects(node.operation), tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([*floats, *weights])
             with tf_internals.watch_operations(on_operation):
                 node.call(keras_graph.training_call, values)

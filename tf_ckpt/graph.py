@@ -361,14 +361,14 @@ def training_call(operation):
 
 
 @contextlib.contextmanager
-def no_side_effects():
-    """A scope in which layers can be called without a change of their state or losses."""
+def no_side_effects(operation):
+    """A scope in which a layer can be called without a change of its state or losses."""
     updates = {}
     context = global_state.get_global_attribute("current_call_ctx")
     scope = StateScope(lambda v: updates.get(id(v)), lambda v, value: updates.__setitem__(id(v), value))
     global_state.set_global_attribute("current_call_ctx", None)
     try:
-        with scope:
+        with losses_kept(sublayers(operation)), scope:
             yield
             scope.owned_losses()
     finally:

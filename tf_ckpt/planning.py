@@ -45,7 +45,7 @@ def make_plan(level, model, strategy, layers, batch_size):
     chain = stages.chain(int(batch_size))
     if callable(strategy):
         made = strategy(chain)
-        return made if isinstance(made, Plan) else Plan.of(chain, made, getattr(strategy, "__name__", "callable"))
+        return made if isinstance(made, Plan) else Plan.of(chain, _ranges(made), getattr(strategy, "__name__", "callable"))
     if strategy == "none":
         ranges = []
     elif strategy == "sqrt":
@@ -80,6 +80,18 @@ def _check(strategy, layers, batch_size):
         raise TypeError(f"`batch_size` must be an integer. Received: batch_size={batch_size!r}")
     if batch_size is not None and batch_size < 1:
         raise CheckpointError(f"`batch_size` must be at least 1. Received: batch_size={batch_size!r}")
+
+
+def _ranges(made):
+    """Checks what a strategy of the user's own returned."""
+    pairs = made if isinstance(made, (list, tuple, set, frozenset)) else [made]
+    for pair in pairs:
+        numbers_of = pair if isinstance(pair, (list, tuple)) and len(pair) == 2 else [None]
+        if not all(isinstance(x, numbers.Integral) and not isinstance(x, bool) for x in numbers_of):
+            raise TypeError(
+                f"A strategy must return a `Plan`, or a list of pairs (start, stop) of stages, as integers. Received: {made!r}"
+            )
+    return pairs
 
 
 def _chosen(stages, layers):

@@ -136,7 +136,10 @@ def remove(model):
 
 def plan_of(model):
     """Returns the `Plan` that `model` executes, or None if it is a plain model."""
-    return _plans[model][0] if model in _plans and keras_graph.executes(model) else None
+    if model not in _plans:
+        return None
+    made = _plans[model][0]
+    return made if not made.segments or keras_graph.executes(model) else None
 
 
 def _graph_of(model):

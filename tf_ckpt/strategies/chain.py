@@ -206,5 +206,5 @@ class Chain:
         worst = total[-1]
         for start, stop in segments:
             worst = max(worst, total[stop] + self.stored(start, stop) + self.gradients[stop])
-        edges = {stop for _, stop in segments} | {0}
-        return float(max([worst, *(total[e] + self.gradients[e] for e in edges)]))
+        # While a plain stage runs backward, what it and earlier ones keep is held beside later ones' weight gradients.
+        return float(max([worst, *(total[k] + self.gradients[k] for k in range(len(self) + 1))]))

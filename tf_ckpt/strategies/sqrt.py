@@ -34,7 +34,7 @@ def sqrt(chain):
 
 def _least_peak(chain, cuts):
     n = len(chain)
-    high = chain.stored(0, n) + chain.gradients[0] + 1.0
+    high = chain.peak([]) + 1.0
     best, low = [], 0.0
     for _ in range(24):
         middle = (low + high) / 2
@@ -58,6 +58,8 @@ def _within(chain, cuts, bound):
     for j in range(1, n + 1):
         kept[j] = kept[j - 1] + chain.internal[j - 1] + chain.boundary(j)[j - 1]
         came[j] = j - 1
+        if kept[j] + chain.gradients[j] > bound:
+            kept[j] = np.inf
         if not cuts[j]:
             continue
         i = chain.starts(j)
@@ -71,7 +73,9 @@ def _within(chain, cuts, bound):
         least = int(cost.argmin())
         if cost[least] < kept[j]:
             kept[j], came[j], recomputed[j] = cost[least], i[least], True
-    tails = kept + chain.stored(np.arange(n + 1), n)
+    # In the plain tail, what its first stages keep is held beside the weight gradients of its later ones.
+    stored = chain.stored(0, np.arange(n + 1))
+    tails = kept - stored + np.maximum.accumulate((stored + chain.gradients)[::-1])[::-1]
     ends = np.flatnonzero((tails <= bound) & cuts)
     if not len(ends):
         return None
