@@ -234,14 +234,14 @@ def _measurable(reset):
 
 def _predicted_overhead(model):
     """The plan's predicted share of recompute; None where it is not known."""
+    from tf_ckpt.graph import sublayers
     from tf_ckpt.transform import plan_of  # here, as `tf_ckpt` imports its callbacks
 
     plan = plan_of(model)
     if plan is not None:
         return None if plan.overhead is None else float(plan.overhead)
-    # Recompute inside layers is no plan of the model: what it costs is not known, and 0.0 would be wrong. Keras has no
-    # public way to reach the layers that a custom layer holds.
-    inside = model._flatten_layers(include_self=False)
+    # Recompute inside layers is no plan of the model: what it costs is not known, and 0.0 would be wrong.
+    inside = sublayers(model)[1:]
     if any(keras.saving.get_registered_name(type(layer)).startswith("tf_ckpt>") for layer in inside):
         return None
     return 0.0

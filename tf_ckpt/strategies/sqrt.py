@@ -33,7 +33,6 @@ def sqrt(chain):
 
 
 def _least_peak(chain, cuts):
-    n = len(chain)
     high = chain.peak([]) + 1.0
     best, low = [], 0.0
     for _ in range(24):
