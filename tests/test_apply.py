@@ -547,7 +547,7 @@ def test_a_strategy_of_ones_own():
         assert isinstance(chain, tf_ckpt.strategies.Chain)
         assert chain.names[0] == "d0"
         middle = len(chain) // 2
-        return np.array([[middle, len(chain) - 1], [0, middle]])  # of any order and kind
+        return ([np.int64(middle), len(chain) - 1], (0, np.int64(middle)))  # in any order
 
     plan = tf_ckpt.plan(model, halves)
     assert plan.strategy == "halves"

@@ -1,5 +1,6 @@
 """From what the user asked for to a `Plan`: arguments checked, layers found, the strategy run."""
 
+import collections.abc
 import difflib
 import fnmatch
 import inspect
@@ -84,7 +85,8 @@ def _check(strategy, layers, batch_size):
 
 def _ranges(made):
     """Checks what a strategy of the user's own returned."""
-    pairs = made if isinstance(made, (list, tuple, set, frozenset)) else [made]
+    made = getattr(made, "tolist", lambda: made)()  # an array
+    pairs = list(made) if isinstance(made, collections.abc.Iterable) and not isinstance(made, (str, dict)) else [made]
     for pair in pairs:
         numbers_of = pair if isinstance(pair, (list, tuple)) and len(pair) == 2 else [None]
         if not all(isinstance(x, numbers.Integral) and not isinstance(x, bool) for x in numbers_of):
