@@ -67,6 +67,8 @@ class Workload:
             model = tf_ckpt.apply(model, plan)
         # No momentum, no slots: what an optimizer holds between steps is the same for every strategy.
         model.compile(keras.optimizers.SGD(0.001), self.loss(), jit_compile=jit_compile)
+        if model.jit_compile != jit_compile:
+            raise RuntimeError(f"Keras did not do as asked. Received: jit_compile={jit_compile}")
         return model, plan
 
     def batch(self, model):

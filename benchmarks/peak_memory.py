@@ -61,7 +61,8 @@ def train(arguments):
     """One run, in a process of its own."""
     name, strategy = arguments.run
     tf.config.threading.set_inter_op_parallelism_threads(arguments.inter_op_threads)
-    tf.config.experimental.enable_op_determinism()
+    if not arguments.jit_compile:  # Keras does not compile with XLA where determinism is asked for
+        tf.config.experimental.enable_op_determinism()
     keras.utils.set_random_seed(0)
     model, plan = MODELS[name].compiled(strategy, arguments.jit_compile)
     memory = StepMemory()

@@ -16,6 +16,10 @@ import tensorflow as tf
 # plain model itself rounds one way or the other.
 tf.config.threading.set_inter_op_parallelism_threads(1)
 
+# TensorFlow's and Keras' own objects live to the end: a collection after each test need not look through them again.
+gc.collect()
+gc.freeze()
+
 
 @pytest.fixture(autouse=True)
 def fresh_keras():
