@@ -7,7 +7,6 @@ import pytest
 
 from tf_ckpt.strategies import Chain, selective
 from tf_ckpt.strategies.chain import Tensor
-from tf_ckpt.strategies.selective import frees
 
 
 @pytest.fixture(autouse=True)
@@ -283,16 +282,16 @@ def test_peak_of_equal_stages():
 
 def test_frees_counts_what_later_stages_do_not_need():
     chain = make(3, [tensor(0, 1), tensor(1, 2, size=10), tensor(2, 3, size=100, kept_by=[])], internal=[1000, 2000, 4000])
-    assert frees(chain, (0, 1)) == 1000  # stage 1 keeps its input all the same
-    assert frees(chain, (0, 2)) == 3001
-    assert frees(chain, (0, 3)) == 7011
+    assert chain.frees(0, 1) == 1000  # stage 1 keeps its input all the same
+    assert chain.frees(0, 2) == 3001
+    assert chain.frees(0, 3) == 7011
 
 
 def test_frees_charges_an_argument_that_nobody_would_have_kept():
     chain = make(3, [tensor(0, 1, size=50, kept_by=[]), tensor(1, 2, size=10)], internal=[0, 30, 0])
-    assert frees(chain, (1, 2)) == 30 - 50
+    assert chain.frees(1, 2) == 30 - 50
     given = make(3, [tensor(-1, 1, size=50, kept_by=[]), tensor(1, 2, size=10)], internal=[0, 30, 0])
-    assert frees(given, (1, 2)) == 30  # the data are there anyway
+    assert given.frees(1, 2) == 30  # the data are there anyway
 
 
 def test_selective_leaves_out_what_frees_nothing_only_if_asked():

@@ -185,20 +185,31 @@ def blocks(n):
 
 
 def test_full_cuts_wherever_one_tensor_crosses():
-    assert full(line(5)) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    chain = line(5, internal=np.ones(5))
+    assert full(chain) == [(0, 1), (1, 2), (2, 3), (3, 4)]
     assert full(blocks(4)) == [(0, 1), (1, 2), (2, 4), (4, 6)]  # within a block two cross; the last one stays plain
 
 
 def test_full_counts_differentiable_tensors_only():
-    chain = line(4)
+    chain = line(4, internal=np.ones(4))
     ids = tensor(0, 3, differentiable=False)
-    assert full(make(4, [*chain.tensors, ids])) == [(0, 1), (1, 2), (2, 3)]
+    assert full(make(4, [*chain.tensors, ids], internal=np.ones(4))) == [(0, 1), (1, 2), (2, 3)]
     assert full(make(4, [*chain.tensors, tensor(0, 3)])) == []
 
 
-def test_full_leaves_out_what_keeps_nothing():
+def test_full_joins_a_stretch_that_frees_nothing_to_the_next():
+    assert full(line(5)) == [(0, 2), (2, 4)]  # each keeps only its input, which is kept for it anyway
     tensors = [tensor(0, 1, kept_by=[]), tensor(1, 2), tensor(2, 3)]
-    assert full(make(3, tensors)) == [(1, 2)]
+    assert full(make(3, tensors)) == []
+
+
+def test_full_saves_on_convolution_normalisation_activation():
+    tensors = []
+    for k in range(0, 18, 3):
+        tensors += [tensor(k, k + 1), tensor(k + 1, k + 2, kept_by=[]), tensor(k + 2, k + 3, kept_by=[k + 2, k + 3])]
+    chain = make(18, tensors)
+    assert full(chain) == [(0, 2), (2, 5), (5, 8), (8, 11), (11, 14), (14, 17)]
+    assert chain.peak(full(chain)) == 7 < chain.peak([]) == 12
 
 
 def test_full_goes_round_what_must_stay_plain():
@@ -211,7 +222,7 @@ def test_full_goes_round_what_must_stay_plain():
 
 def test_full_of_one_stage_or_one_block():
     assert full(line(1)) == []
-    assert full(make(2, [tensor(0, 1, 2, kept_by=[1]), tensor(1, 2, kept_by=[])])) == [(0, 1)]
+    assert full(make(2, [tensor(0, 1, 2, kept_by=[1]), tensor(1, 2, kept_by=[])], internal=[1, 1])) == [(0, 1)]
 
 
 # --- pieces and selective ---------------------------------------------------------------------------------------------

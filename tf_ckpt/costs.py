@@ -139,7 +139,8 @@ def _key(node, batch_size):
     operation = node.operation
     try:
         config = dict(operation.get_config())
-        config.pop("name", None)
+        for own in ("name", "seed"):  # a seed is drawn anew for each layer
+            config.pop(own, None)
         settings = json.dumps(config, sort_keys=True, default=repr)
         if " at 0x" in settings or _has_own_function(operation):
             settings = str(id(operation))

@@ -51,7 +51,8 @@ def apply(model, strategy="sqrt", *, layers=None, batch_size=None):
             - `"sqrt"`: about sqrt(n) segments, balanced by bytes. The least memory for at most one more forward run.
             - `"selective"`: the calls of `layers`; without `layers`, what is cheap and large (normalisation, activations,
               dropout, pooling, adding, attention), so that convolutions and dense layers are not run again.
-            - `"full"`: every stretch between two cuts that a single tensor crosses.
+            - `"full"`: every stretch between two cuts that a single tensor crosses; one that alone frees nothing is joined
+              to the next.
             - `"none"`: nothing.
             - a `Plan`, or a callable that takes a `tf_ckpt.strategies.Chain` and returns ranges of its stages or a `Plan`.
         layers: With `"selective"`: a list of layer names, layer classes and `fnmatch` patterns of names, or a callable
@@ -85,7 +86,7 @@ def apply(model, strategy="sqrt", *, layers=None, batch_size=None):
         applied = _executing(level, stages, made.ranges(), "", 0, _Reminder(model.name))
     else:
         applied = keras_graph.with_executor(plain, None)
-        if made.strategy != "none":
+        if isinstance(strategy, str) and strategy != "none":
             _warn(f"Nothing in model '{model.name}' is worth recomputing by strategy {made.strategy!r}: it trains as it was.")
     if made.segments and not keras_graph.runs_its_graph(model):
         _warn(

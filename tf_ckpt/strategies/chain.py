@@ -178,6 +178,18 @@ class Chain:
             runs[k, "flops"] = self.flops[k] if read else self.pruned_flops[k]
         return float(sum(runs[k, "flops"] for k in range(start, stop)))
 
+    def frees(self, start, stop):
+        """Bytes that are not kept when `[start, stop)` alone is recomputed; negative if more is kept."""
+        freed = float(self.internal[start:stop].sum())
+        for t in self.tensors:
+            inside = start <= t.producer < stop
+            outer = any(not start <= s < stop for s in t.inner)
+            if inside and t.needed and not outer:
+                freed += t.size
+            elif not inside and t.producer >= 0 and not t.needed and any(start <= s < stop for s, _ in t.uses):
+                freed -= t.size  # an argument that nobody would have kept
+        return freed
+
     @property
     def step_flops(self):
         """FLOPs of a plain step, forward and backward."""

@@ -1,10 +1,12 @@
-"""Every stretch between single-tensor cuts is a segment: the least kept without several levels."""
+"""Every stretch between single-tensor cuts is a segment: all that can be recomputed is, once."""
 
 import itertools
 
 
 def full(chain):
     """Plans a segment between each two cuts that a single differentiable tensor crosses.
+
+    A stretch that alone frees nothing (a convolution between its kept input and output) is joined to the next one.
 
     Args:
         chain: A `Chain`.
@@ -15,13 +17,18 @@ def full(chain):
     """
     n = len(chain)
     cuts = [0, *(c for c in range(1, n) if sum(t.differentiable for t in chain.crossing(c)) == 1), n]
-    segments = []
+    segments, waiting = [], None
     for start, stop in itertools.pairwise(cuts[:-1]):
-        if chain.allowed(start, stop):
+        if waiting is not None and chain.allowed(waiting, stop):
+            start = waiting
+        waiting = None
+        if not chain.allowed(start, stop):
+            segments += [s for s in pieces(chain, range(start, stop)) if chain.frees(*s) > 0]
+        elif chain.frees(start, stop) > 0:
             segments.append((start, stop))
         else:
-            segments += pieces(chain, range(start, stop))
-    return [s for s in segments if chain.stored(*s) > 0]
+            waiting = start
+    return segments
 
 
 def pieces(chain, stages):
