@@ -15,7 +15,7 @@ import tensorflow as tf
 import tf_ckpt
 
 PLAIN = "plain"
-STRATEGIES = ("sqrt", "selective", "full")
+STRATEGIES = ("sqrt", "selective", "full", "recursive", "budget-0.5", "budget-0.25")
 L = keras.layers
 
 
@@ -62,7 +62,7 @@ class Workload:
     def compiled(self, strategy=PLAIN, jit_compile=False):
         """Returns a compiled model, checkpointed unless `strategy` is `"plain"`, and its plan."""
         model = self.build()
-        plan = tf_ckpt.plan(model, "none" if strategy == PLAIN else strategy, batch_size=self.batch_size)
+        plan = make_plan(model, "none" if strategy == PLAIN else strategy, self.batch_size)
         if strategy != PLAIN:
             model = tf_ckpt.apply(model, plan)
         # No momentum, no slots: what an optimizer holds between steps is the same for every strategy.
@@ -83,6 +83,16 @@ class Workload:
     def dataset(self, model, steps):
         """Returns the same batch again and again. It is held once, outside of the steps, so no peak counts it."""
         return tf.data.Dataset.from_tensors(self.batch(model)).repeat(steps)
+
+
+def make_plan(model, strategy, batch_size):
+    """Returns a plan; the strategy `"budget-0.5"` stands for a budget of half of the plain model's activation bytes."""
+    kind, _, share = strategy.partition("-")
+    if not share:
+        return tf_ckpt.plan(model, strategy, batch_size=batch_size, optimizer="sgd")
+    plain = tf_ckpt.plan(model, "none", batch_size=batch_size, optimizer="sgd")
+    memory = plain.plain_peak_bytes - round((1 - float(share)) * plain.plain_activation_bytes)
+    return tf_ckpt.plan(model, kind, memory=memory, batch_size=batch_size, optimizer="sgd")
 
 
 def _classes():

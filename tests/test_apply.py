@@ -489,7 +489,7 @@ def test_plan_is_what_apply_executes(strategy):
     assert plan.strategy == (strategy if isinstance(strategy, str) else "thirds")
     assert plan.layers[0] == "table"
     assert set(plan.layers) >= {name for segment in plan.segments for name in segment.layers}
-    assert [plan.layers[i:j] for i, j in plan.ranges()] == names_of(plan)
+    assert [plan.layers[i:j] for i, j, *_ in plan.ranges()] == names_of(plan)
     assert plan.overhead == pytest.approx(sum(s.rerun_flops for s in plan.segments) / step_flops(model), rel=1e-6)
     assert 0 <= plan.overhead <= 0.34
     assert (plan.overhead == 0) == (strategy == "none")

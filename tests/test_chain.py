@@ -5,8 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from tf_ckpt.strategies import Chain, selective
+from tf_ckpt.strategies import Chain
 from tf_ckpt.strategies.chain import Tensor
+from tf_ckpt.strategies.tree import Range, depth, tree_of, walk
 
 
 @pytest.fixture(autouse=True)
@@ -16,32 +17,39 @@ def fresh_keras():
 
 def make(n, tensors=(), **arrays):
     """A chain of `n` stages that keep and cost nothing but what is given."""
-    floats = ("internal", "flops", "pruned_flops", "backward_flops", "weights")
+    floats = ["internal", "flops", "pruned_flops", "backward_flops", "weights", "part_flops"]
+    floats += ["forward_extra", "taped_extra", "backward_extra", "part_taped_extra", "part_backward_extra"]
     flags = ("fixed", "expensive_end", "joins_before", "joins_after")
     given = {name: np.array(arrays.get(name, np.zeros(n)), float) for name in floats}
     given |= {name: np.isin(np.arange(n), arrays.get(name, ())) for name in flags}
+    given["part_internal"] = np.array(arrays.get("part_internal", given["internal"]), float)
     groups = np.array(arrays.get("groups", np.zeros(n)), int)
     names = tuple(arrays.get("names", (f"s{k}" for k in range(n))))
     return Chain(
         names=names,
         groups=groups,
         ranges=tuple(arrays.get("ranges", ())),
+        part_names=tuple(arrays.get("part_names", [""] * n)),
         tensors=tuple(tensors),
         batch_size=1,
         **given,
     )
 
 
-def tensor(producer, *readers, size=1, kept_by=None, **more):
-    """A tensor from one stage to others; the stages `kept_by`, by default all, read it in their backward pass."""
+def tensor(producer, *readers, size=1, kept_by=None, n=None, **more):
+    """A tensor from one stage to others; the stages `kept_by`, by default all, read it in their backward pass.
+
+    Reader `n`, where it is given, is the loss.
+    """
     inner = tuple(readers if kept_by is None else kept_by)
-    return Tensor(size, producer, tuple((r, 1) for r in readers), bool(inner), inner, **more)
+    needed = any(stage != n for stage in inner)
+    return Tensor(size, producer, tuple((r, 1) for r in readers), needed, inner, **more)
 
 
 def line(n, size=1, **arrays):
-    """Stages one after the other: each needs its input in its backward pass, and the last one's output is the loss."""
+    """Stages one after the other: each needs its input in its backward pass, and the last one's output goes to the loss."""
     sizes = np.broadcast_to(size, n)
-    links = [tensor(k, k + 1, size=int(sizes[k]), kept_by=[] if k == n - 1 else None) for k in range(n)]
+    links = [tensor(k, k + 1, size=int(sizes[k]), n=n) for k in range(n)]
     return make(n, links, **{"flops": np.ones(n), "pruned_flops": np.ones(n), "backward_flops": np.full(n, 2.0), **arrays})
 
 
@@ -201,51 +209,83 @@ def test_step_flops():
 # --- peak -------------------------------------------------------------------------------------------------------------
 
 
-def simulated_peak(chain, segments):
-    """Goes through a training step moment by moment, and returns the most that is held at once.
+def simulated_peak(chain, ranges):
+    """Says of each thing from when to when it is in memory, and returns the most that is there at once.
 
-    A gradient of weights is there from the backward pass of its stage on. A re-run makes anew all that the segment's
-    backward pass reads; what it kept in the forward run is there beside that.
+    The step is a list of events: a stage's forward run or backward pass, each within one run of a stretch: the model's own,
+    or the re-run of a segment. The things are what one run of a stage made, and gradients.
     """
-    segment_of = {k: s for s in segments for k in range(*s)}
+    n = len(chain)
+    events, things = [], []  # (cut of the gradients that are there, bytes of the event itself), (first event, last, bytes)
 
-    def survives_forward(t):
-        # Somebody will look for it in memory: a plain stage's backward pass, or the re-run of another segment.
-        plain_readers = [s for s in t.inner if s not in segment_of]
-        others = {segment_of[s] for s, _ in t.uses if s in segment_of} - {segment_of.get(t.producer)}
-        return bool(plain_readers or others)
+    def run(start, stop, tree, cut):
+        segments = [r for r in tree if not r.part]
+        within = {k: r for r in segments for k in range(r.start, r.stop)}
+        parts = {r.start for r in tree if r.part}
+        ran, undone, reread = {}, {}, {}  # event of each stage's forward run, of its backward pass; last event of a segment
+        for k in range(start, stop):
+            ran[k] = len(events)
+            extra = chain.part_taped_extra if k in parts else chain.forward_extra if k in within else chain.taped_extra
+            events.append((cut, extra[k]))
+        if stop == n and cut is None:
+            events.append((n, sum(t.size for t in chain.tensors if t.producer >= 0 and t.last == n and t.differentiable)))
+        loss, k = len(events) - 1, stop - 1
+        while k >= start:
+            if k in within:
+                r = within[k]
+                run(r.start, r.stop, r.inside, r.stop)
+                reread[r] = len(events) - 1
+                k = r.start
+            else:
+                undone[k] = len(events)
+                events.append((k + 1, (chain.part_backward_extra if k in parts else chain.backward_extra)[k]))
+            k -= 1
+        for k in undone:
+            things.append((ran[k], undone[k], (chain.part_internal if k in parts else chain.internal)[k]))
+        for t in chain.tensors:
+            if not start <= t.producer < stop:
+                continue
+            duties = [ran[t.producer], *(ran[s] for s, _ in t.uses if s in ran)]
+            duties += [undone[s] for s in t.inner if s in undone]
+            duties += [reread[within[s]] for s, _ in t.uses if s in within and within[s] != within.get(t.producer)]
+            if n in t.inner and cut is None:
+                duties.append(loss)
+            things.append((ran[t.producer], max(duties), t.size))
 
-    held = {}
-    for k in range(len(chain)):
-        if k not in segment_of:
-            held[k, "internal"] = chain.internal[k]
-        for number, t in enumerate(chain.tensors):
-            if t.producer == k and survives_forward(t):
-                held[k, number] = t.size
-    most, gradients, k = sum(held.values()), 0.0, len(chain)
-    while k > 0:
-        start, stop = segment_of.get(k - 1, (k - 1, k))
-        again = 0.0
-        if k - 1 in segment_of:
-            again += chain.internal[start:stop].sum()
-            again += sum(t.size for t in chain.tensors if start <= t.producer < stop and t.needed)
-        most = max(most, sum(held.values()) + gradients + again)
-        gradients += chain.weights[start:stop].sum()
-        held = {key: size for key, size in held.items() if key[0] < start}
-        most = max(most, sum(held.values()) + gradients)
-        k = start
+    run(0, n, tree_of(ranges), None)
+    most = float(chain.weights.sum())  # all gradients are there in the end
+    for now, (cut, extra) in enumerate(events):
+        total = extra + sum(size for first, last, size in things if first <= now <= last)
+        if cut is not None:  # gradients of weights behind the cut, and of what crosses it
+            total += chain.weights[cut:].sum()
+            total += sum(t.size for t in chain.tensors if 0 <= t.producer < cut <= t.last and t.differentiable)
+        most = max(most, total)
     return most
 
 
-def random_chain(rng, weights):
+def random_chain(rng, weights, extras=False):
+    """A chain of 2 to 8 stages with skips, and with `extras` what runs hold for a moment, parts and integer data."""
     n = int(rng.integers(2, 9))
     tensors = [tensor(-1, int(rng.integers(n)), size=int(rng.integers(1, 9)))]
     for k in range(n):
         readers = sorted({k + 1, *rng.integers(k + 1, n + 1, rng.integers(0, 3))})
         readers = [int(r) for r in readers]
-        kept_by = [r for r in [k, *readers] if r < n and rng.random() < 0.6]
-        tensors.append(tensor(k, *readers, size=int(rng.integers(1, 9)), kept_by=kept_by))
-    return make(n, tensors, internal=rng.integers(0, 9, n), weights=rng.integers(0, 9, n) if weights else np.zeros(n))
+        kept_by = [r for r in [k, *readers] if r == n or rng.random() < 0.6]
+        differentiable = not extras or k == n - 1 or rng.random() < 0.8
+        tensors.append(tensor(k, *readers, size=int(rng.integers(1, 9)), kept_by=kept_by, n=n, differentiable=differentiable))
+    arrays = {"internal": rng.integers(0, 9, n), "weights": rng.integers(0, 9, n) if weights else np.zeros(n)}
+    arrays |= {"flops": rng.integers(1, 9, n), "backward_flops": np.ones(n)}
+    arrays["pruned_flops"] = arrays["flops"] * rng.integers(0, 2, n)
+    if extras:
+        has_part = rng.integers(0, 2, n)
+        arrays |= {name: rng.integers(0, 9, n) for name in ("forward_extra", "taped_extra", "backward_extra")}
+        arrays |= {
+            f"part_{name}": arrays[name] + has_part * rng.integers(0, 9, n) for name in ("taped_extra", "backward_extra")
+        }
+        arrays["part_internal"] = arrays["internal"] - has_part * rng.integers(0, arrays["internal"] + 1)
+        arrays["part_flops"] = has_part * rng.integers(1, 9, n)
+        arrays["part_names"] = ["activation" if part else "" for part in has_part]
+    return make(n, tensors, **arrays)
 
 
 def random_segments(rng, n):
@@ -253,13 +293,39 @@ def random_segments(rng, n):
     return [pair for pair in itertools.pairwise(cuts) if rng.random() < 0.7]
 
 
+def random_tree(rng, chain, start=0, stop=None):
+    """Segments in segments, and parts where there are any."""
+    stop = len(chain) if stop is None else stop
+    cuts = sorted({start, stop, *rng.integers(start, stop + 1, 3).tolist()})
+    found = []
+    for a, b in itertools.pairwise(cuts):
+        if b - a < stop - start and rng.random() < 0.7:
+            found.append(Range(a, b, random_tree(rng, chain, a, b)))
+        else:
+            found += [Range(k, k + 1, (), True) for k in range(a, b) if chain.part_names[k] and rng.random() < 0.5]
+    return tuple(found)
+
+
 @pytest.mark.parametrize("weights", [False, True])
 def test_peak_is_that_of_a_simulated_step(weights):
     rng = np.random.default_rng(0)
-    for _ in range(400):
+    for _ in range(300):
         chain = random_chain(rng, weights)
         segments = random_segments(rng, len(chain))
-        assert (segments, chain.peak(segments)) == (segments, simulated_peak(chain, segments))
+        assert (segments, chain.peak(segments)) == (segments, simulated_peak(chain, tree_of(segments)))
+
+
+def test_peak_of_segments_in_segments_with_parts_and_transients():
+    rng = np.random.default_rng(1)
+    depths, parts = set(), 0
+    for _ in range(600):
+        chain = random_chain(rng, weights=True, extras=True)
+        tree = random_tree(rng, chain)
+        depths.add(depth(tree))
+        parts += any(r.part for r in walk(tree))
+        assert (tree, chain.peak(tree)) == (tree, simulated_peak(chain, tree))
+    assert {0, 1, 2, 3} <= depths
+    assert parts > 100
 
 
 def test_peak_while_a_large_plain_layer_runs_backward():
@@ -270,11 +336,45 @@ def test_peak_while_a_large_plain_layer_runs_backward():
 
 def test_peak_of_equal_stages():
     chain = line(16, internal=np.full(16, 3.0))
-    assert chain.peak([]) == 16 * 3 + 15
+    # The last output, its gradient and the loss beside all that was kept.
+    assert chain.peak([]) == 16 * 3 + 15 + 3
     segments = [(0, 4), (4, 8), (8, 12)]
-    # Three boundaries and the plain tail; then the re-run of the third segment beside them.
-    assert chain.peak(segments) == max(3 + 4 * 3 + 3, 3 + 4 * 3 + 4)
-    assert chain.peak([(0, 16)]) == chain.peak([])  # one segment over everything saves nothing
+    # Two boundaries, the third segment's re-run (its output's gradient beside it), or three and the plain tail.
+    assert chain.peak(segments) == max(2 + 4 * 3 + 4 + 1, 3 + 4 * 3 + 3 + 3)
+    assert chain.peak([(0, 16)]) == 16 * 3 + 16 + 1  # everything again, beside the gradient of the output
+    assert chain.peak([Range(0, 8, (Range(0, 4),)), (8, 12)]) == max(2 + 4 * 3 + 3 + 3, 1 + 4 * 3 + 4 + 1)
+
+
+def test_peak_counts_what_a_run_holds_for_a_moment():
+    chain = line(3, internal=[4, 0, 0], forward_extra=[0, 50, 0], taped_extra=[0, 20, 0], backward_extra=[0, 0, 10])
+    assert chain.peak([]) == 4 + 1 + 1 + 20  # what stage 0 kept, both outputs, and stage 1's own need
+    assert chain.peak([(1, 2)]) == 4 + 1 + 1 + 50
+    assert line(3, backward_extra=[0, 0, 10]).peak([]) == 2 + 1 + 10  # both inputs, the loss's gradient
+
+
+def test_a_part_keeps_less_and_costs_its_own_flops():
+    chain = line(3, internal=[0, 9, 0], part_internal=[0, 2, 0], part_flops=[0, 7, 0], part_names=["", "attention", ""])
+    assert chain.peak([]) == 9 + 2 + 3
+    assert chain.peak([Range(1, 2, (), True)]) == 2 + 2 + 3
+    assert chain.added_flops([Range(1, 2, (), True)]) == 7
+
+
+def test_added_flops_counts_each_re_run():
+    chain = line(8)
+    assert chain.added_flops([]) == 0
+    assert chain.added_flops([(0, 3), (4, 6)]) == 5
+    assert chain.added_flops([Range(0, 6, (Range(0, 4, (Range(0, 2),)),))]) == 12
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tree_is_made_from_pairs_and_sorted():
+    assert tree_of([(4, 6), (0, 2)]) == (Range(0, 2), Range(4, 6))
+    tree = tree_of([(0, 8, [(4, 6), (0, 2, [(0, 1)])]), (8, 9, [], True)])
+    assert tree == (Range(0, 8, (Range(0, 2, (Range(0, 1),)), Range(4, 6))), Range(8, 9, (), True))
+    assert [(r.start, r.stop) for r in walk(tree)] == [(0, 8), (0, 2), (0, 1), (4, 6), (8, 9)]
+    assert (depth(tree), depth(tree[1:]), depth(())) == (3, 0, 0)
 
 
 # --- frees ------------------------------------------------------------------------------------------------------------
@@ -292,10 +392,3 @@ def test_frees_charges_an_argument_that_nobody_would_have_kept():
     assert chain.frees(1, 2) == 30 - 50
     given = make(3, [tensor(-1, 1, size=50, kept_by=[]), tensor(1, 2, size=10)], internal=[0, 30, 0])
     assert given.frees(1, 2) == 30  # the data are there anyway
-
-
-def test_selective_leaves_out_what_frees_nothing_only_if_asked():
-    chain = make(3, [tensor(0, 1, size=50, kept_by=[]), tensor(1, 2, size=10)], internal=[5, 30, 0])
-    assert selective(chain, [False, True, False]) == [(1, 2)]
-    assert selective(chain, [False, True, False], keep_useless=False) == []
-    assert selective(chain, [True, True, False], keep_useless=False) == [(0, 2)]

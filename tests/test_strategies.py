@@ -7,10 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_chain import line, make, random_chain, simulated_peak, tensor
+from test_chain import line, make, random_chain, random_tree, simulated_peak, tensor
 
 from tf_ckpt.strategies import full, selective, sqrt
 from tf_ckpt.strategies.full import pieces
+from tf_ckpt.strategies.recursive import recursive
+from tf_ckpt.strategies.tree import Range, depth, walk
+from tf_ckpt.strategies.trim import without_useless
 
 
 @pytest.fixture(autouse=True)
@@ -103,14 +106,16 @@ def test_cuts_are_where_few_bytes_cross():
     sizes = np.where(np.arange(64) % 4 == 3, 1, 20)  # a block of wide stages ends in a narrow one
     segments = sqrt(line(64, size=sizes))
     assert len(segments) >= 4
-    assert all(stop % 4 == 0 for _, stop in segments)
+    assert all(stop % 4 == 0 for _, stop in segments[:-1])
+    assert segments[-1][1] > 56  # the last one only makes the plain tail fit
 
 
 def test_of_two_cuts_alike_the_one_after_a_product():
-    chain = line(32, expensive_end=range(0, 32, 2))
-    segments = sqrt(chain)
+    chain = line(48, expensive_end=range(0, 48, 2))
+    segments, others = sqrt(chain), sqrt(line(48))
     assert all(stop % 2 == 1 for _, stop in segments)
-    assert chain.peak(segments) == line(32).peak(sqrt(line(32)))
+    assert not all(stop % 2 == 1 for _, stop in others)
+    assert chain.peak(segments) == line(48).peak(others)
 
 
 def test_a_cut_with_fewer_bytes_beats_one_after_a_product():
@@ -174,6 +179,141 @@ def test_weight_gradients_are_planned_for():
     assert first[0][1] <= first[1][1]
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_hardly_a_plan_is_better_with_transients(seed):
+    rng = np.random.default_rng(seed)
+    extras = {name: rng.integers(0, 20, 8) for name in ("forward_extra", "taped_extra", "backward_extra")}
+    sizes = {"size": rng.integers(1, 30, 8), "internal": rng.integers(0, 30, 8), "weights": rng.integers(0, 9, 8)}
+    chain = line(8, **sizes, **extras)
+    assert chain.peak(sqrt(chain)) <= 1.12 * min(chain.peak(plan) for plan in all_plans(8))
+
+
+# --- recursive --------------------------------------------------------------------------------------------------------
+
+
+def boundaries_at_once(tree):
+    """The most boundaries that are held at one time: in a run, those before a segment stay while it runs again."""
+    return max((number + max(boundaries_at_once(r.inside), 1) for number, r in enumerate(tree)), default=0)
+
+
+@pytest.mark.parametrize("internal", [0.0, 3.0])
+def test_recursive_memory_grows_like_log_n(internal):
+    sizes = 2 ** np.arange(4, 11)
+    chains = [line(n, internal=np.full(n, internal)) for n in sizes]
+    plans = [recursive(chain) for chain in chains]
+    peaks = np.array([chain.peak(plan) for chain, plan in zip(chains, plans, strict=True)])
+    slope, base = np.polyfit(np.log2(sizes), peaks, 1)
+    assert np.abs(base + slope * np.log2(sizes) - peaks).max() < 0.2 * peaks.mean()
+    assert slope < 0.5 * (1 + internal)  # bytes for each doubling, of a stage's 1 + internal
+    assert np.polyfit(np.log(sizes), np.log(peaks), 1)[0] < 0.2  # sqrt's is 0.5
+    assert all(boundaries_at_once(plan) <= 2 * np.log2(n) for n, plan in zip(sizes, plans, strict=True))
+    # A log of n re-runs, too: neither O(1) memory at n re-runs, nor more levels than pay.
+    assert all(c.added_flops(p) / n <= np.log2(n) for c, p, n in zip(chains, plans, sizes, strict=True))
+
+
+def test_more_levels_need_less_memory_and_more_flops():
+    chain = line(256, internal=np.full(256, 3.0))
+    plans = [recursive(chain, levels) for levels in range(1, 6)]
+    assert [depth(plan) for plan in plans] == [1, 2, 3, 4, 5]
+    peaks = [chain.peak(plan) for plan in plans]
+    assert all(more > less for more, less in itertools.pairwise(peaks))
+    reruns = [chain.added_flops(plan) / 256 for plan in plans]
+    assert all(level - 1 < share < level for level, share in enumerate(reruns, 1))
+    assert peaks[0] <= 1.05 * chain.peak(sqrt(chain))
+    # As the theory has it: with m boundaries and l levels, C(m + l, l) stretches.
+    assert peaks[1] < 2.5 * 4 * 256 ** (1 / 3)
+
+
+def all_trees(start, stop):
+    if start == stop:
+        yield ()
+        return
+    for rest in all_trees(start + 1, stop):
+        yield rest
+    for cut in range(start + 1, stop):
+        for inside, rest in itertools.product(all_trees(start, cut), all_trees(cut, stop)):
+            yield (Range(start, cut, inside), *rest)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_hardly_a_tree_is_better_than_recursive_with_any_number_of_levels(seed):
+    rng = np.random.default_rng(seed)
+    chain = line(7, size=rng.integers(1, 9, 7), internal=rng.integers(0, 9, 7))
+    assert chain.peak(recursive(chain, 6)) <= 1.15 * min(chain.peak(tree) for tree in all_trees(0, 7))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_useless_leaves_what_lowers_the_peak(seed):
+    chain = random_chain(np.random.default_rng(seed), weights=True, extras=True)
+    tree = random_tree(np.random.default_rng(seed), chain)
+    left = without_useless(chain, tree)
+    assert chain.peak(left) <= chain.peak(tree)
+    assert chain.added_flops(left) <= chain.added_flops(tree)
+    assert {r[:2] for r in walk(left)} <= {r[:2] for r in walk(tree)}
+    for r in walk(left):
+        assert chain.peak(without(left, r)) > chain.peak(left)
+
+
+def without(tree, segment):
+    kept = []
+    for r in tree:
+        inside = without(r.inside, segment)
+        kept += inside if r == segment else [r._replace(inside=inside)]
+    return tuple(kept)
+
+
+def test_every_segment_of_recursive_lowers_the_peak():
+    chain = line(64, size=np.random.default_rng(0).integers(1, 9, 64), internal=np.full(64, 3.0))
+    plan = recursive(chain)
+    assert depth(plan) > 1
+    assert all(chain.peak(without(plan, r)) > chain.peak(plan) for r in walk(plan))
+
+
+def test_recursive_keeps_to_what_may_be_recomputed():
+    groups = np.where(np.arange(60) < 45, 0, 1)
+    chain = line(60, internal=np.full(60, 4.0), fixed=[0, 27], groups=groups, ranges=[(3, 9), (30, 40), (32, 36)])
+    plan = recursive(chain)
+    assert depth(plan) > 1
+    assert all(chain.allowed(r.start, r.stop) for r in walk(plan))
+    assert chain.peak(plan) < 0.5 * chain.peak([])
+    inexact = line(64, internal=np.full(64, 3.0), joins_after=range(64), joins_before=[20, 41])
+    assert all(inexact.exact_cuts[r.start] and inexact.exact_cuts[r.stop] for r in walk(recursive(inexact)))
+    none = line(16, internal=np.full(16, 3.0), fixed=range(16))
+    assert recursive(none) == ()
+
+
+def test_recursive_cuts_where_few_bytes_cross():
+    sizes = np.where(np.arange(64) % 4 == 3, 1, 20)
+    plan = recursive(line(64, size=sizes))
+    outer = [r.stop for r in plan]
+    assert len(outer) >= 2
+    assert sum(stop % 4 == 0 for stop in outer) >= len(outer) - 1
+
+
+@pytest.mark.parametrize("chain", [unet(16), line(40, weights=np.arange(40.0))])
+def test_recursive_with_skips_and_weights(chain):
+    plan = recursive(chain)
+    assert chain.peak(plan) == simulated_peak(chain, plan)
+    assert chain.peak(plan) <= chain.peak(sqrt(chain))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_nothing_to_gain_with_recursive(n):
+    assert recursive(line(n)) == ()
+
+
+@pytest.mark.parametrize("levels", [0, -3])
+def test_recursive_refuses_less_than_one_level(levels):
+    with pytest.raises(ValueError, match=rf"`levels` must be at least 1. Received: levels={levels}"):
+        recursive(line(4), levels)
+
+
+@pytest.mark.parametrize("levels", [1.5, "2", True])
+def test_recursive_refuses_what_is_no_number_of_levels(levels):
+    with pytest.raises(TypeError, match="Received: levels="):
+        recursive(line(4), levels)
+
+
 # --- full -------------------------------------------------------------------------------------------------------------
 
 
@@ -209,7 +349,7 @@ def test_full_saves_on_convolution_normalisation_activation():
         tensors += [tensor(k, k + 1), tensor(k + 1, k + 2, kept_by=[]), tensor(k + 2, k + 3, kept_by=[k + 2, k + 3])]
     chain = make(18, tensors)
     assert full(chain) == [(0, 2), (2, 5), (5, 8), (8, 11), (11, 14), (14, 17)]
-    assert chain.peak(full(chain)) == 7 < chain.peak([]) == 12
+    assert chain.peak(full(chain)) == 9 < chain.peak([]) == 14
 
 
 def test_full_goes_round_what_must_stay_plain():
@@ -259,7 +399,7 @@ def test_strategies_need_numpy_only():
         f"stub.__path__ = [{str(package)!r}]\n"
         "sys.modules['tf_ckpt'] = stub\n"
         "import tf_ckpt.strategies\n"
-        "import tf_ckpt.strategies.selective\n"
+        "import tf_ckpt.strategies.budget, tf_ckpt.strategies.recursive, tf_ckpt.strategies.selective\n"
         "loaded = {'tensorflow', 'keras', 'rich'} & set(sys.modules)\n"
         "assert not loaded, loaded\n"
         "assert 'numpy' in sys.modules\n"

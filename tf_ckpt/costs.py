@@ -3,63 +3,26 @@
 Each call is traced once, alone, forward and backward, into a scratch graph. What the backward operations read of the
 forward ones is what training keeps (aliases such as `Reshape` once); the operations say the FLOPs. Layer output sizes
 would miss attention scores and what `gelu` or a softmax keep. Calls alike (same class, settings and input shapes) are
-traced once, so that a model of equal blocks costs one block.
+traced once, so that a model of equal blocks costs one block; and each layer remembers its costs.
 """
 
 import dataclasses
 import inspect
 import json
+import math
+import weakref
 
 import numpy as np
 import tensorflow as tf
 
+from tf_ckpt import functions, tf_internals
 from tf_ckpt import graph as keras_graph
-from tf_ckpt import tf_internals
-from tf_ckpt.flops import operation_flops
+from tf_ckpt.flops import operation_flops, unknown_types
 from tf_ckpt.inspection import unrepeatable
+from tf_ckpt.liveness import ALIASES, ELEMENTWISE, FREE, UNKNOWN, buffers, held, highest, key_of, root
 
 MIB = 2**20
-_ALIASES = frozenset(["Identity", "IdentityN", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient"])
-_FREE = frozenset(
-    ["Placeholder", "Const", "ReadVariableOp", "VarHandleOp", "Shape", "ShapeN", "Size", "Rank", "BroadcastGradientArgs"]
-)
 _EXPENSIVE = ("MatMul", "BatchMatMul", "Conv", "DepthwiseConv", "Einsum")
-_ELEMENTWISE = frozenset(
-    [
-        "Tanh",
-        "Sigmoid",
-        "Elu",
-        "Selu",
-        "Erf",
-        "Erfc",
-        "Softplus",
-        "Softsign",
-        "Exp",
-        "Log",
-        "Relu6",
-        "Mul",
-        "AddV2",
-        "Add",
-        "Sub",
-        "RealDiv",
-        "Maximum",
-        "Minimum",
-        "Square",
-        "Pow",
-        "Abs",
-        "Neg",
-        "Sqrt",
-        "Rsqrt",
-        "BiasAdd",
-        "SelectV2",
-        "GreaterEqual",
-        "Greater",
-        "Less",
-        "LessEqual",
-        "Cast",
-    ]
-)
-_UNKNOWN = 64  # stands for a dimension that the model leaves open, the batch apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +44,11 @@ class NodeCost:
             operation before.
         elementwise_end: The same of what makes the outputs.
         unrepeatable: Why the call cannot be run again exactly, or "".
+        forward_extra: Most bytes of a forward run beside inputs and outputs, when nothing is kept.
+        taped_extra: Most bytes of a forward run beside inputs, outputs and `internal_bytes`, when these are kept.
+        backward_extra: Most bytes of the backward pass beside what was kept and the gradients of the outputs.
+        part: What can be recomputed inside the call: a `Part`, or None.
+        unknown: Types of the operations whose FLOPs are a guess, one for each element that they make; sorted.
     """
 
     internal_bytes: int
@@ -96,11 +64,35 @@ class NodeCost:
     elementwise_start: bool = False
     elementwise_end: bool = False
     unrepeatable: str = ""
+    forward_extra: int = 0
+    taped_extra: int = 0
+    backward_extra: int = 0
+    part: object = None
+    unknown: tuple = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The inner part of a layer that can be recomputed alone: the core of an attention layer, an activation.
+
+    Attributes:
+        name: `"attention"` or `"activation"`.
+        internal_bytes: What the call keeps, inputs and outputs apart, when the part is recomputed.
+        flops: FLOPs of the part's re-run.
+        taped_extra: As in `NodeCost`, in that case.
+        backward_extra: As in `NodeCost`, in that case.
+    """
+
+    name: str
+    internal_bytes: int
+    flops: float
+    taped_extra: int
+    backward_extra: int
 
 
 def concrete_shape(spec, batch_size):
     """Returns the shape of a symbolic tensor, with `batch_size` for an open batch, as a tuple of ints."""
-    shape = [_UNKNOWN if n is None else n for n in spec.shape]
+    shape = [UNKNOWN if n is None else n for n in spec.shape]
     if spec.shape and spec.shape[0] is None:
         shape[0] = batch_size
     return tuple(shape)
@@ -112,44 +104,113 @@ def tensor_bytes(spec, batch_size):
     return int(np.prod(concrete_shape(spec, batch_size), dtype=np.int64)) * size
 
 
-def node_cost(node, batch_size, cache):
+_REMEMBERED = 64  # costs a layer: batch sizes, times input shapes, times inputs without a gradient
+_remembered = weakref.WeakKeyDictionary()  # operation -> {key: NodeCost}, for as long as the operation lives
+
+
+def node_cost(node, batch_size, cache, differentiated=None):
     """Returns the `NodeCost` of a `graph.Node`.
 
     Args:
         node: The node.
         batch_size: Integer that stands for an open batch dimension.
         cache: Dict that keeps the costs of calls alike.
+        differentiated: For each input, whether a gradient with respect to it is asked for: not for the inputs of a model
+            in `fit`, nor for what comes before the first trainable weight. None: for all of a float dtype.
+
+    Returns:
+        A `NodeCost`. Calls that get no gradient at all keep nothing and have no backward pass.
     """
-    key = _key(node, batch_size)
-    if key is None or key not in cache:
+    differentiated = tuple(differentiated) if differentiated is not None else (True,) * len(node.inputs)
+    key, whole = _key(node, batch_size, differentiated)
+    own = _of_operation(node.operation) if whole else {}
+    if key not in cache and key in own:
+        cache[key] = own[key]
+    if key not in cache:
         try:
-            cost = _trace(node, batch_size)
+            cache[key] = _trace(node, batch_size, differentiated)
         except Exception:  # any layer, with code of its own: its sizes must do
-            cost = by_size(node, batch_size)
-        if key is None:
-            return cost
-        cache[key] = cost
+            cache[key] = by_size(node, batch_size)
+    if key not in own and len(own) >= _REMEMBERED:
+        own.clear()
+    own[key] = cache[key]
     return cache[key]
 
 
-def _key(node, batch_size):
+def node_cost_between(node, batch_size, low, high, cache, differentiated=None):
+    """Returns the `NodeCost` of a node for one of many batch sizes, from the traces for two.
+
+    Bytes and FLOPs are sums of products of sizes, so that they grow in proportion to the batch beside what does not
+    depend on it. Peaks are the greatest of several such sums: between the two batch sizes they are at most what is
+    returned here. A call that is not alike for both (one reads its inputs in the backward pass, the other does not) is
+    traced. Take more than one for `low`: a batch of one broadcasts.
+
+    Args:
+        node: The node.
+        batch_size: Integer, from `low` to `high`.
+        low: The least batch size that is traced.
+        high: The largest.
+        cache: As in `node_cost`.
+        differentiated: As in `node_cost`.
+
+    Raises:
+        ValueError: If `batch_size` is not from `low` to `high`: a line through both could then be too low.
+    """
+    if not low <= batch_size <= high:
+        raise ValueError(f"`batch_size` must be from `low` to `high`. Received: {batch_size=}, {low=}, {high=}")
+    first, second = (node_cost(node, size, cache, differentiated) for size in (low, high))
+    share = (batch_size - low) / max(high - low, 1)
+    found = _between(first, second, share)
+    return found if found is not None else node_cost(node, batch_size, cache, differentiated)
+
+
+def _between(first, second, share):
+    """Returns the cost at a share of the way from one to another, or None if they differ in kind."""
+    values = {}
+    for field in dataclasses.fields(first):
+        a, b = getattr(first, field.name), getattr(second, field.name)
+        if isinstance(a, Part) and isinstance(b, Part):
+            values[field.name] = _between(a, b, share)
+            if values[field.name] is None:
+                return None
+        elif isinstance(a, (int, float)) and not isinstance(a, bool):
+            value = a + (b - a) * share
+            values[field.name] = math.ceil(value - 1e-6) if isinstance(a, int) else value
+        elif a == b:
+            values[field.name] = a
+        else:
+            return None
+    return type(first)(**values)
+
+
+def _of_operation(operation):
+    try:
+        return _remembered.setdefault(operation, {})
+    except TypeError:  # a class with an `__eq__` and no `__hash__`
+        return {}
+
+
+def _key(node, batch_size, differentiated):
+    """Returns what is the same for calls alike, and whether it says all, so that costs may be kept beyond one reading."""
+
     def shapes(ids):
         return tuple((concrete_shape(node.specs[x], batch_size), str(node.specs[x].dtype)) for x in ids)
 
-    operation = node.operation
+    operation, whole = node.operation, True
     try:
         config = dict(operation.get_config())
         for own in ("name", "seed"):  # a seed is drawn anew for each layer
             config.pop(own, None)
         settings = json.dumps(config, sort_keys=True, default=repr)
-        if " at 0x" in settings or _has_own_function(operation):
-            settings = str(id(operation))
+        whole = not (" at 0x" in settings or _has_own_function(operation))
     except Exception:  # operations without a config
-        settings = str(id(operation))
+        whole = False
+    settings = settings if whole else str(id(operation))
     trainable = tuple(v.trainable for v in getattr(operation, "weights", ()))
     repeats = tuple(node.inputs.index(x) for x in node.inputs)
     flags = json.dumps(keras_graph.plain_arguments(node), default=repr)
-    return type(operation), settings, trainable, shapes(node.inputs), repeats, shapes(node.outputs), flags, batch_size
+    sizes = shapes(node.inputs), repeats, shapes(node.outputs), batch_size
+    return (type(operation), settings, trainable, *sizes, flags, differentiated), whole
 
 
 def _has_own_function(operation):
@@ -178,13 +239,23 @@ def by_size(node, batch_size):
     )
 
 
-def _trace(node, batch_size):
+def _trace(node, batch_size, differentiated):
     scratch = tf.__internal__.FuncGraph("tf_ckpt_costs")
     tf_internals.release_graphs()
-    reasons = []
+    reasons, inside = [], []
+    part_name, attribute = keras_graph.inner_part(node.operation)
+
+    def marked(function):
+        def call(*args, **kwargs):
+            before = len(scratch.get_operations())
+            result = function(*args, **kwargs)
+            inside.append({id(op) for op in scratch.get_operations()[before:]})
+            return result
+
+        return call
 
     def on_operation(op_type, inputs, outputs, graph):
-        reasons.append(unrepeatable(op_type))
+        reasons.append(unrepeatable(op_type, tf_internals.calls_state(op_type, outputs)))
 
     with scratch.as_default():
         values = {}
@@ -192,89 +263,148 @@ def _trace(node, batch_size):
             spec = node.specs[x]
             values.setdefault(x, tf.compat.v1.placeholder(spec.dtype, concrete_shape(spec, batch_size)))
         inputs = list(values.values())
-        floats = [x for x in inputs if x.dtype.is_floating]
+        wanted = {x for x, w in zip(node.inputs, differentiated, strict=True) if w}
+        floats = [x for number, x in values.items() if number in wanted and x.dtype.is_floating]
         weights = [keras_graph.raw_variable(v) for v in _weights(node)]
         with keras_graph.no_side_effects(node.operation), tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([*floats, *weights])
-            with tf_internals.watch_operations(on_operation):
+            replaced = keras_graph.part_replaced(node.operation, attribute, marked)
+            with tf_internals.watch_operations(on_operation), replaced:
                 node.call(keras_graph.training_call, values)
             outputs = [tf.convert_to_tensor(values[x]) for x in node.outputs]
         split = len(scratch.get_operations())
         seeds = {y.ref(): tf.compat.v1.placeholder(y.dtype, y.shape) for y in outputs if y.dtype.is_floating}
         targets = [y for y in outputs if y.ref() in seeds]
-        if targets:
-            tape.gradient(targets, [*floats, *weights], output_gradients=[seeds[y.ref()] for y in targets])
+        results = []
+        if targets and (floats or weights):
+            results = tape.gradient(targets, [*floats, *weights], output_gradients=[seeds[y.ref()] for y in targets])
     operations = scratch.get_operations()
     reason = next((r for r in reasons if r), "")
-    return _account(node, operations[:split], operations[split:], inputs, outputs, reason)
+    seeds = list(seeds.values())
+    results = [x.values if isinstance(x, tf.IndexedSlices) else x for x in results if x is not None]
+    account = _Account(operations[:split], operations[split:], inputs, outputs, seeds, results)
+    return account.cost(node, reason, part_name, inside)
 
 
-def _root(tensor, stop):
-    while tensor.op.type in _ALIASES and tensor.op.inputs and tensor.ref() not in stop:
-        tensor = tensor.op.inputs[0]
-    return tensor
+class _Account:
+    """What the operations of one call, forward and backward, say of its costs."""
+
+    def __init__(self, forward, backward, inputs, outputs, seeds, results):
+        self.inputs, self.outputs, self.seeds, self.results = inputs, outputs, seeds, results
+        # What no gradient needs, a graph optimiser takes out: Keras runs the first step of an RNN to see its shapes.
+        self.backward = _needed([x.op for x in results], backward)
+        self.stop = {x.ref() for x in inputs}
+        self.roots = {root(y, self.stop).ref(): i for i, y in reversed(list(enumerate(outputs)))}
+        made = {id(op) for op in forward}
+        self.read, reached, compiled = {}, set(), []
+        for op in self.backward:
+            for tensor in op.inputs:
+                found, source = root(tensor, self.stop), functions.behind(tensor)
+                self.read[found.ref()] = found
+                reached |= {key_of(found), *buffers(found, ())}
+                if id(source.op) in made and functions.is_whole(source.op):
+                    compiled.append(source.op)
+        self.reads_inputs = [key_of(x) in reached for x in inputs]
+        self.own_outputs, self.internal = [False] * len(outputs), []
+        for reference, i in self.roots.items():
+            self.own_outputs[i] = key_of(reference.deref()) in reached and reference not in self.stop
+        self.kept_operations = compiled
+        for reference, tensor in self.read.items():
+            if reference in self.stop or id(tensor.op) not in made or tensor.op.type in FREE or not buffers(tensor, ()):
+                continue
+            if reference not in self.roots:
+                self.internal.append(tensor)
+            self.kept_operations.append(tensor.op)
+        self.outside = self.stop | set(self.roots)
+        self.forward = _needed([y.op for y in outputs] + self.kept_operations, forward)
+
+    def cost(self, node, reason, part_name, inside):
+        stop, outputs = self.stop, self.outputs
+        uses, takers = self._takers()
+        unique = list(dict.fromkeys(node.inputs))
+        internal = held(self.internal, self.outside)
+        untaped, taped, back = self._peaks(self.internal)
+        return NodeCost(
+            internal_bytes=internal,
+            reads_inputs=tuple(self.reads_inputs[unique.index(x)] for x in node.inputs),
+            reads_outputs=tuple(self.own_outputs),
+            input_uses=tuple(uses[unique.index(x)] for x in node.inputs),
+            flops=_flops(self.forward),
+            pruned_flops=_flops(_needed(self.kept_operations, self.forward)),
+            backward_flops=_flops(self.backward),
+            weight_bytes=_weight_bytes(node),
+            expensive_end=_ends_expensive(outputs[0].op, {id(op) for op in self.forward}),
+            elementwise_start=bool(takers) and takers <= ELEMENTWISE,
+            elementwise_end=root(outputs[0], stop).op.type in ELEMENTWISE,
+            unrepeatable=reason,
+            forward_extra=untaped,
+            taped_extra=taped,
+            backward_extra=back,
+            part=None if reason else self._part(part_name, inside, internal, back),
+            unknown=tuple(sorted(unknown_types([*self.forward, *self.backward]))),
+        )
+
+    def _takers(self):
+        index = {x.ref(): i for i, x in enumerate(self.inputs)}
+        uses, takers = [0] * len(self.inputs), set()
+        for op in self.forward:
+            for tensor in op.inputs:
+                if tensor.ref() in index and op.type not in FREE:
+                    uses[index[tensor.ref()]] += 1
+                    takers.add(op.type)
+        return uses, takers
+
+    def _peaks(self, kept):
+        own = [y for y in self.outputs if root(y, self.stop).ref() not in self.stop]
+        made, sizes = held(own, self.stop), held(kept, self.outside)
+        untaped = highest(self.forward, [], own, self.stop) - made
+        taped = highest(self.forward, [], [*own, *kept], self.stop) - made - sizes
+        there = [*self.internal, *self.seeds]
+        back = highest(self.backward, there, self.results, self.outside)
+        return untaped, taped, back - held(there, self.outside)
+
+    def _part(self, name, inside, internal, back):
+        """Returns the `Part` of the operations whose ids are in the one set in `inside`, if it frees enough."""
+        own = {id(op): op for op in self.forward if any(id(op) in made for made in inside)}
+        outside = [op for op in self.forward if id(op) not in own]
+        leaves = {root(x, self.stop).ref() for op in outside for x in op.inputs}  # what others read of the part stays
+        takes = {root(x, self.stop).ref(): root(x, self.stop) for op in own.values() for x in op.inputs}
+        takes = [x for r, x in takes.items() if id(x.op) not in own and r not in self.stop and x.op.type not in FREE]
+        kept = {x.ref(): x for x in self.internal if id(x.op) not in own or x.ref() in leaves}
+        kept |= {x.ref(): x for x in takes if x.ref() not in self.roots}
+        size = held(kept.values(), self.outside)
+        if not name or len(inside) != 1 or size > 0.9 * internal:
+            return None
+        again = [x.op for x in self.internal if id(x.op) in own and x.ref() not in leaves]
+        return Part(
+            name=name,
+            internal_bytes=size,
+            flops=_flops(_needed(again, list(own.values()))),
+            taped_extra=self._peaks(list(kept.values()))[1],
+            backward_extra=back + internal - size,
+        )
 
 
-def _account(node, forward, backward, inputs, outputs, reason):
-    stop = {x.ref() for x in inputs}
-    root_outputs = {_root(y, stop).ref(): i for i, y in reversed(list(enumerate(outputs)))}
-    made = {id(op) for op in forward}
-    read = {}
-    for op in backward:
-        for tensor in op.inputs:
-            root = _root(tensor, stop)
-            read[root.ref()] = root
-    internal, kept_operations = 0, []
-    own_outputs = [False] * len(outputs)
-    for reference, tensor in read.items():
-        if reference in stop or id(tensor.op) not in made or tensor.op.type in _FREE:
-            continue
-        if reference in root_outputs:
-            own_outputs[root_outputs[reference]] = True
-        else:
-            internal += _bytes(tensor)
-        kept_operations.append(tensor.op)
-    index = {x.ref(): i for i, x in enumerate(inputs)}
-    uses, takers = [0] * len(inputs), set()
-    for op in forward:
-        for tensor in op.inputs:
-            if tensor.ref() in index and op.type not in _FREE:
-                uses[index[tensor.ref()]] += 1
-                takers.add(op.type)
-    unique = list(dict.fromkeys(node.inputs))
-    return NodeCost(
-        internal_bytes=internal,
-        reads_inputs=tuple(inputs[unique.index(x)].ref() in read for x in node.inputs),
-        reads_outputs=tuple(own_outputs),
-        input_uses=tuple(uses[unique.index(x)] for x in node.inputs),
-        flops=sum(operation_flops(op) for op in forward),
-        pruned_flops=sum(operation_flops(op) for op in _needed(kept_operations, made)),
-        backward_flops=sum(operation_flops(op) for op in backward),
-        weight_bytes=_weight_bytes(node),
-        expensive_end=_ends_expensive(outputs[0].op, made),
-        elementwise_start=bool(takers) and takers <= _ELEMENTWISE,
-        elementwise_end=_root(outputs[0], stop).op.type in _ELEMENTWISE,
-        unrepeatable=reason,
-    )
+def _flops(operations):
+    return sum(operation_flops(op) for op in operations)
 
 
-def _bytes(tensor):
-    return int(np.prod([_UNKNOWN if n is None else n for n in tensor.shape.as_list()], dtype=np.int64)) * tensor.dtype.size
-
-
-def _needed(operations, made):
-    """Returns the operations that these need, themselves included, among those made in the forward run."""
-    found, queue = {}, list(operations)
+def _needed(wanted, operations):
+    """Returns those of `operations`, in their order, that the `wanted` ones need, themselves included."""
+    made, found, queue = {id(op) for op in operations}, set(), list(wanted)
     while queue:
         op = queue.pop()
         if id(op) in made and id(op) not in found:
-            found[id(op)] = op
+            found.add(id(op))
             queue += [x.op for x in op.inputs]
-    return found.values()
+    return [op for op in operations if id(op) in found]
 
 
 def _ends_expensive(op, made):
     # Adding a bias and reshaping come after the product without needing it in the backward pass.
-    while op.type in _ALIASES | {"BiasAdd", "AddV2", "Add", "Transpose", "Cast"} and op.inputs and id(op) in made:
+    while op.type in ALIASES | {"BiasAdd", "AddV2", "Add", "Transpose", "Cast"} and op.inputs and id(op) in made:
         op = op.inputs[0].op
+    graphs = functions.graphs(op)
+    if len(graphs) == 1 and not functions.is_loop(op):
+        return _ends_expensive(graphs[0].outputs[0].op, {id(x) for x in graphs[0].get_operations()})
     return op.type.startswith(_EXPENSIVE)

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import inspect
 import sys
+import threading
 
 import keras
 import tensorflow as tf
@@ -81,8 +82,9 @@ class StateScope(keras.StatelessScope):
     def get_current_value(self, variable):
         value = self._read(variable)
         if value is None:
-            # Keras calls regularizers with what this returns, so None, its "as it is outside", will not do.
-            return variable._value
+            # Keras calls regularizers with what this returns, so None, its "as it is outside", will not do. Read here: some
+            # eager operations read a variable in C++ and compiled functions inside, where no watcher sees it.
+            return None if variable._value is None else tf.convert_to_tensor(variable._value)
         return value
 
     def add_update(self, update):
@@ -99,6 +101,11 @@ class StateScope(keras.StatelessScope):
         for number, layer in self.owners.items():
             layer._loss_ids.discard(number)
         return pairs
+
+
+def is_state_scope(scope):
+    """Returns True for a scope of ours, False for a user's stateless scope or none."""
+    return isinstance(scope, StateScope)
 
 
 def parent_scope_value(variable):
@@ -130,6 +137,19 @@ def initialize_variables():
     from keras.src.backend.common.variables import initialize_all_variables
 
     initialize_all_variables()
+
+
+def take_logits(tensor):
+    """Returns what Keras' softmax and sigmoid hang on their result for losses to start from, and takes it off; or None."""
+    logits = getattr(tensor, "_keras_logits", None)
+    if logits is not None:
+        del tensor._keras_logits
+    return logits
+
+
+def hang_logits(tensor, logits):
+    """Does what Keras' softmax and sigmoid do to their result."""
+    tensor._keras_logits = logits
 
 
 def is_variable(value):
@@ -388,3 +408,63 @@ def executes(model):
     """Returns True if a model made by `with_executor` still runs that way: `Sequential.add` rebuilds the graph."""
     functional = functional_of(model)
     return functional is not None and "_run_through_graph" in functional.__dict__
+
+
+_CORES = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+_ACTIVATED = (
+    *(keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D),
+    *(keras.layers.Conv1DTranspose, keras.layers.Conv2DTranspose, keras.layers.Conv3DTranspose),
+    *(keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D, keras.layers.SeparableConv1D, keras.layers.SeparableConv2D),
+)
+
+
+def inner_part(operation):
+    """Returns what can be recomputed inside a layer, and the attribute that holds its function; or two empty strings."""
+    if isinstance(operation, _CORES) and callable(getattr(operation, "_compute_attention", None)):
+        return "attention", "_compute_attention"
+    if isinstance(operation, _ACTIVATED) and operation.activation not in (None, keras.activations.linear):
+        return "activation", "activation"
+    return "", ""
+
+
+def part_order(operation, args):
+    """Returns the order in which to pass an inner part's arguments on, as positions.
+
+    In eager mode the gradients of a tensor with several readers are added up in an order that depends on the order in
+    which its readers' results are taken: these are the ones of the plain layers.
+    """
+    first = []
+    if isinstance(operation, _CORES) and len(args) > 2:
+        first = [2, 0, 1]
+        if isinstance(operation, keras.layers.MultiHeadAttention):
+            scores = any(x is True for x in args[5:6]) or getattr(operation, "_return_attention_scores", False)
+            first = [2, 1, 0] if operation._dropout > 0 or scores else first  # Keras' own product, of key and query
+    return first + list(range(len(first), len(args)))
+
+
+_part_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def part_replaced(operation, attribute, make):
+    """Puts `make(function)` in the place of a layer's inner function while the layer is called, in this scope.
+
+    Args:
+        operation: The layer.
+        attribute: The second result of `inner_part`; with "" nothing is replaced.
+        make: Callable that takes the function and returns another.
+    """
+    if not attribute:
+        yield
+        return
+    with _part_lock:  # two threads that replace the same function would put back each other's
+        own = operation.__dict__
+        before = own.get(attribute, _part_lock)
+        own[attribute] = make(getattr(operation, attribute))
+        try:
+            yield
+        finally:
+            if before is _part_lock:
+                del own[attribute]
+            else:
+                own[attribute] = before

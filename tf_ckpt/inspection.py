@@ -45,7 +45,6 @@ _RANDOM = frozenset(
     ]
 )
 _OTHER_STATE = ("IteratorGetNext", "QueueDequeue", "ReaderRead", "LookupTableInsert", "LookupTableImport")
-_CALLS = frozenset(["StatefulPartitionedCall", "XlaLaunch", "XlaLaunchV2"])
 _GATHERS = frozenset(["GatherV2", "Gather", "ResourceGather"])
 _TRANSPARENT = frozenset(["Identity", "Cast", "ReadVariableOp"])
 
@@ -107,7 +106,7 @@ def unrepeatable(op_type, stateful=False):
     """
     if op_type in _RANDOM:
         return f"draws random numbers with TensorFlow's {op_type}; use `keras.random` with a `keras.random.SeedGenerator`"
-    if op_type in _CALLS or stateful:
+    if stateful:
         return "calls a `tf.function` that holds variables or other state, which recompute cannot see; take the decorator off"
     writes = (op_type.startswith("Assign") and op_type.endswith("VariableOp")) or op_type.startswith(
         ("ResourceScatter", "ResourceApply", "ResourceSparseApply", "ResourceStridedSliceAssign")
@@ -150,10 +149,10 @@ class Watched:
         if self._home is None:
             self._note(op_type, inputs, outputs)
         else:
-            self._found = self._found or unrepeatable(op_type)
+            self._found = self._found or unrepeatable(op_type, tf_internals.calls_state(op_type, outputs))
 
     def _note(self, op_type, inputs, outputs):
-        self._found = self._found or unrepeatable(op_type, tf_internals.is_stateful_function(op_type))
+        self._found = self._found or unrepeatable(op_type, tf_internals.calls_state(op_type, outputs))
         if op_type == "ReadVariableOp":
             self.reads.setdefault(inputs[0]._id, (inputs[0], outputs[0]))
         for tensor in inputs:

@@ -9,63 +9,92 @@ import numbers
 import keras
 import numpy as np
 
+from tf_ckpt.budgets import memory_bytes, optimizer_bytes, variable_bytes
 from tf_ckpt.errors import CheckpointError
-from tf_ckpt.plan import Plan
+from tf_ckpt.plan import MIB, Plan
 from tf_ckpt.stages import Stages
-from tf_ckpt.strategies import full, selective, sqrt
+from tf_ckpt.strategies import budget, full, recursive, selective, sqrt
+from tf_ckpt.strategies.budget import curve_of, least
+from tf_ckpt.strategies.selective import by_cost
+from tf_ckpt.strategies.tree import Range
 
-STRATEGIES = ("sqrt", "selective", "full", "none")
+STRATEGIES = ("sqrt", "selective", "full", "budget", "recursive", "none")
 _DEFAULT_BATCH = 32
-_STORED = (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.RNN, keras.layers.Bidirectional)
-_ATTENTION = (
-    keras.layers.MultiHeadAttention,
-    keras.layers.GroupQueryAttention,
-    keras.layers.Attention,
-    keras.layers.AdditiveAttention,
-)
+_GOES_WITH = {"layers": "selective", "target": "selective", "memory": "budget", "levels": "recursive"}
 
 
-def make_plan(level, model, strategy, layers, batch_size):
+def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=False, **options):
     """Returns the `Plan` for a model.
 
     Args:
         level: The model's `graph.Level`.
         model: The model.
         strategy: See `tf_ckpt.apply`.
-        layers: See `tf_ckpt.apply`.
         batch_size: See `tf_ckpt.apply`.
+        optimizer: See `tf_ckpt.plan`.
+        curve: Whether the plan shall hold the trade-off curve.
+        **options: `layers`, `target`, `memory` and `levels`: see `tf_ckpt.apply`.
     """
-    _check(strategy, layers, batch_size)
+    _check(strategy, batch_size, options)
     if isinstance(strategy, Plan):
         return strategy
     stages = Stages(level)
     if batch_size is None:
         stated = next((x.shape[0] for x in model.inputs if len(x.shape) and x.shape[0] is not None), None)
         batch_size = stated or _DEFAULT_BATCH
-    chosen = None if layers is None else _chosen(stages, layers)
+    chosen = None if options.get("layers") is None else _chosen(stages, options["layers"])
+    fixed = {"weight_bytes": variable_bytes(model.weights), "optimizer_bytes": optimizer_bytes(model, optimizer)}
     chain = stages.chain(int(batch_size))
     if callable(strategy):
-        made = strategy(chain)
-        return made if isinstance(made, Plan) else Plan.of(chain, _ranges(made), getattr(strategy, "__name__", "callable"))
+        made, name = strategy(chain), getattr(strategy, "__name__", "callable")
+        if isinstance(made, Plan):
+            return made
+        return Plan.of(chain, _ranges(made), name, **fixed)
+    ranges = _named(chain, strategy, chosen, sum(fixed.values()), options)
+    if curve and len(chain) > 1:
+        held = sum(fixed.values())
+        fixed["curve"] = [(held + size, flops / chain.step_flops) for size, flops, _ in curve_of(chain)]
+    return Plan.of(chain, ranges, strategy, **fixed)
+
+
+def _named(chain, strategy, chosen, held, options):
+    """Returns the ranges that a strategy makes. `held` are the bytes of weights and optimizer."""
     if strategy == "none":
-        ranges = []
-    elif strategy == "sqrt":
-        ranges = sqrt(chain)
-    elif strategy == "full":
-        ranges = full(chain)
-    elif chosen is not None:
-        ranges = selective(chain, chosen)
-        if not ranges:
-            raise CheckpointError(
-                "None of the chosen layers can be recomputed: embeddings and `Recompute` layers never are. "
-                f"Received: layers={layers!r}"
-            )
-    else:
-        ranges = selective(chain, [_cheap(node, cost) for node, cost in zip(stages.nodes, chain.flops, strict=True)], False)
-    return Plan.of(chain, ranges, strategy)
+        return []
+    if strategy == "sqrt":
+        return sqrt(chain)
+    if strategy == "full":
+        return full(chain)
+    if strategy == "recursive":
+        return recursive(chain, options.get("levels"))
+    if strategy == "budget":
+        return _budget(chain, options.get("memory"), held)
+    if chosen is None:
+        return by_cost(chain, options.get("target"))
+    ranges = selective(chain, chosen)
+    if not ranges:
+        raise CheckpointError(
+            "None of the chosen layers can be recomputed: embeddings and `Recompute` layers never are. "
+            f"Received: layers={options['layers']!r}"
+        )
+    return ranges
 
 
-def _check(strategy, layers, batch_size):
+def _budget(chain, memory, held):
+    most = memory_bytes(memory, held + chain.peak([])) - held
+    ranges = budget(chain, most) if most > 0 else None
+    if ranges is None:
+        tree = least(chain)
+        size, flops = (held + chain.peak(tree)) / MIB, 100 * chain.added_flops(tree) / max(chain.step_flops, 1)
+        raise CheckpointError(
+            f"No plan fits. The least that any plan needs is {size:,.1f} MiB, {held / MIB:,.1f} MiB of it weights and "
+            f"optimizer, at {flops:.1f} % more FLOPs. Give more memory, or a smaller batch size than {chain.batch_size}. "
+            f"Received: memory={memory!r}, which is {(most + held) / MIB:,.1f} MiB"
+        )
+    return ranges
+
+
+def _check(strategy, batch_size, options):
     if not (isinstance(strategy, (str, Plan)) or callable(strategy)):
         raise TypeError(
             f"`strategy` must be one of {STRATEGIES}, a `Plan`, or a callable. Received: strategy={strategy!r} "
@@ -75,12 +104,28 @@ def _check(strategy, layers, batch_size):
         near = difflib.get_close_matches(strategy, STRATEGIES, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise CheckpointError(f"`strategy` must be one of {STRATEGIES}.{hint} Received: strategy={strategy!r}")
-    if layers is not None and strategy != "selective":
-        raise CheckpointError(f"`layers` goes with strategy='selective'. Received: strategy={strategy!r}, layers={layers!r}")
-    if batch_size is not None and (not isinstance(batch_size, numbers.Integral) or isinstance(batch_size, bool)):
-        raise TypeError(f"`batch_size` must be an integer. Received: batch_size={batch_size!r}")
-    if batch_size is not None and batch_size < 1:
-        raise CheckpointError(f"`batch_size` must be at least 1. Received: batch_size={batch_size!r}")
+    for name, goes_with in _GOES_WITH.items():
+        if options.get(name) is not None and strategy != goes_with:
+            raise CheckpointError(
+                f"`{name}` goes with strategy={goes_with!r}. Received: strategy={strategy!r}, {name}={options[name]!r}"
+            )
+    target, levels = options.get("target"), options.get("levels")
+    if target is not None:
+        if not isinstance(target, numbers.Real) or isinstance(target, bool):
+            raise TypeError(f"`target` must be a number. Received: target={target!r}")
+        if not 0 < target < 1:
+            raise CheckpointError(f"`target` must be a share of the activation bytes, above 0 and below 1. Received: {target!r}")
+        if options.get("layers") is not None:
+            raise CheckpointError(f"Give `layers` or `target`, not both. Received: target={target!r} and `layers`")
+    _check_count("levels", levels)
+    _check_count("batch_size", batch_size)
+
+
+def _check_count(name, value):
+    if value is not None and (not isinstance(value, numbers.Integral) or isinstance(value, bool)):
+        raise TypeError(f"`{name}` must be an integer. Received: {name}={value!r}")
+    if value is not None and value < 1:
+        raise CheckpointError(f"`{name}` must be at least 1. Received: {name}={value!r}")
 
 
 def _ranges(made):
@@ -88,10 +133,13 @@ def _ranges(made):
     made = getattr(made, "tolist", lambda: made)()  # an array
     pairs = list(made) if isinstance(made, collections.abc.Iterable) and not isinstance(made, (str, dict)) else [made]
     for pair in pairs:
+        if isinstance(pair, Range):
+            continue
         numbers_of = pair if isinstance(pair, (list, tuple)) and len(pair) == 2 else [None]
         if not all(isinstance(x, numbers.Integral) and not isinstance(x, bool) for x in numbers_of):
             raise TypeError(
-                f"A strategy must return a `Plan`, or a list of pairs (start, stop) of stages, as integers. Received: {made!r}"
+                "A strategy must return a `Plan`, or a list of pairs (start, stop) of stages, as integers, or of "
+                f"`tf_ckpt.strategies.Range`s. Received: {made!r}"
             )
     return pairs
 
@@ -143,13 +191,3 @@ def _all_of(stages, found, what):
     near = difflib.get_close_matches(what.strip("'"), names, n=3, cutoff=0.4)
     hint = f" Near matches: {', '.join(near)}." if near else f" The model has: {', '.join(names[:20])}."
     raise CheckpointError(f"No layer of the model matches {what}.{hint}")
-
-
-def _cheap(node, flops):
-    layer = node.operation
-    if isinstance(layer, _STORED) or not isinstance(layer, keras.Layer):
-        return not isinstance(layer, _STORED)
-    if isinstance(layer, _ATTENTION):
-        return True
-    # Convolutions, and layers of one's own that hold products: their weights are matrices.
-    return all(len(v.shape) < 2 for v in layer.trainable_weights)

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tf_ckpt import graph as keras_graph
 from tf_ckpt import inspection, tf_internals
 from tf_ckpt.errors import CheckpointError
-from tf_ckpt.state import Record, tie
+from tf_ckpt.state import Record, tie, zero_after
 
 _local = threading.local()
 _NAME = (
@@ -112,7 +112,7 @@ def _is_tensor(leaf):
     return tf.is_tensor(leaf) and not isinstance(leaf, tf.Variable) and not keras_graph.is_variable(leaf)
 
 
-def run(fn, args, kwargs, name, memo=None):
+def run(fn, args, kwargs, name, memo=None, logits=True):
     """Calls `fn(*args, **kwargs)` under recompute.
 
     Args:
@@ -121,6 +121,7 @@ def run(fn, args, kwargs, name, memo=None):
         kwargs: Its keyword arguments.
         name: String for messages and operation names.
         memo: Optional `inspection.Memo` that outlives the call: what was found out about `fn` is found out once.
+        logits: Whether a loss may read the results. Keras' losses go back to the logits behind a softmax or sigmoid.
 
     Returns:
         What `fn` returns.
@@ -141,7 +142,7 @@ def run(fn, args, kwargs, name, memo=None):
     for _ in range(4):
         try:
             _check_place(fn)
-            return _Run(fn, args, kwargs, leaves, name, memo, signature)()
+            return _Run(fn, args, kwargs, leaves, name, memo, signature, logits)()
         except inspection.RunAgain:
             continue
         except inspection.RunPlain as found:
@@ -163,8 +164,8 @@ def _check_place(fn):
 class _Run:
     """One call of a recomputed function: its forward run, and any number of re-runs."""
 
-    def __init__(self, fn, args, kwargs, leaves, name, memo, signature):
-        self.fn, self.name, self.memo, self.signature = fn, name, memo, signature
+    def __init__(self, fn, args, kwargs, leaves, name, memo, signature, logits):
+        self.fn, self.name, self.memo, self.signature, self.logits = fn, name, memo, signature, logits
         self.structure, self.leaves = (args, kwargs), leaves
         # A tensor that comes twice is one argument: its gradients are then added up in the order of the plain function.
         first = {}
@@ -185,13 +186,16 @@ class _Run:
     def __call__(self):
         inputs = [self.leaves[places[0]] for places in self.places] + self.lifted
         eager = tf.executing_eagerly()
+        given = inputs
+        if inputs and not eager:
+            inputs = _in_order(inputs, self.record)
 
         def body(token, *inputs):
             return self._body(token, *inputs)
 
         body.__name__ = _NAME.format(self.name)  # it stands in TensorFlow's own error
         outputs = tf.recompute_grad(body)(tf.zeros([]), *inputs)
-        known = [*inputs, *self.record.values(), *(x for x in self.leaves if _is_tensor(x))]
+        known = [*given, *inputs, *self.record.values(), *(x for x in self.leaves if _is_tensor(x))]
         for tensor in self.watched.captured(known):
             if tf_internals.is_watched(tensor) or not (eager or not tf_internals.may_be_differentiated(tensor)):
                 raise inspection.RunPlain(
@@ -207,8 +211,10 @@ class _Run:
         for tensor, mask in zip(flat, self.result[2], strict=True):
             if mask is not None and keras_graph.get_keras_mask(tensor) is None:
                 keras_graph.set_keras_mask(tensor, mask)
+        for number, behind in zip(self.result[3], floats, strict=True):
+            keras_graph.hang_logits(flat[number], behind)
         if not eager:
-            made = (x for x in self.watched.tensors() if x.op.type != "ReadVariableOp")
+            made = (x for x in self.watched.tensors() if x._id in self.reached and x.op.type != "ReadVariableOp")
             self.uses = [(x, len(x.consumers())) for x in made]
         structure, self.result, self.watched, self.reached = self.result[0], None, None, None
         return tf.nest.pack_sequence_as(structure, flat, expand_composites=True)
@@ -241,7 +247,7 @@ class _Run:
         created = keras_graph.uninitialized_variables()
         watched = self.watched
         try:
-            with _recomputing(0), watched.watching(), self.record.forward(lifted):
+            with _recomputing(0), watched.watching(), self.record.forward(lifted, inputs):
                 result = self._call(inputs, None)
         finally:
             # What the run reads after such a change is out of reach outside of the loop, which raises in TensorFlow.
@@ -254,9 +260,9 @@ class _Run:
             raise inspection.RunAgain
         watched.check(self.name)
         flat = tf.nest.flatten(result, expand_composites=True)
-        floats = [x for x in flat if _differentiable(x)]
+        floats, behind = self._floats(flat)
         masks = [keras_graph.get_keras_mask(x) if tf.is_tensor(x) else None for x in flat]
-        outputs = floats + [loss for _, loss in self.record.losses]
+        outputs = [*floats, *behind.values()] + [loss for _, loss in self.record.losses]
         passed = inputs[: len(self.places)]
         kept_back = [x for x in self.leaves if _differentiable(x) and not any(x is y for y in passed)]
         passive, self.reached = watched.judge(self.record.weights(), [*passed, *kept_back], outputs)
@@ -271,7 +277,7 @@ class _Run:
         if places:
             self.memo.passive[self.signature] = places | set(self.memo.passive.get(self.signature, ()))
             raise inspection.RunAgain
-        self.result = result, [_FLOAT if _differentiable(x) else x for x in flat], masks
+        self.result = result, [_FLOAT if _differentiable(x) else x for x in flat], masks, list(behind)
         self.raw_reads = self._raw_reads()
         self.done = True
         return (tf.zeros([]), *outputs)
@@ -333,8 +339,14 @@ class _Run:
         with _recomputing(1), self.record.rerun(lifted, token) as scope:
             result = self._call(inputs, token)
             losses = [loss for _, loss in scope.owned_losses()]
-        floats = [x for x in tf.nest.flatten(result, expand_composites=True) if _differentiable(x)]
-        return (tf.zeros([]), *floats, *losses)
+        floats, behind = self._floats(tf.nest.flatten(result, expand_composites=True))
+        return (tf.zeros([]), *floats, *behind.values(), *losses)
+
+    def _floats(self, flat):
+        """Returns the float ones among results, and the logits behind them, by position."""
+        behind = {i: keras_graph.take_logits(x) for i, x in enumerate(flat) if _differentiable(x)}
+        wanted = {i: x for i, x in behind.items() if x is not None and self.logits}
+        return [flat[i] for i in behind], wanted
 
 
 _FLOAT = object()
@@ -350,15 +362,24 @@ def _carry_mask(source, target, token):
         keras_graph.set_keras_mask(target, tie(mask, token) if tf.is_tensor(mask) else mask)
 
 
-def _elements(tensors):
-    """Returns the first elements of tensors as one vector."""
-    return tf.concat([tf.cast(tf.abs(tf.reshape(x, [-1])[:1]), tf.float32) for x in tensors], 0)
+def _in_order(inputs, record):
+    """Passes inputs on, and notes the gradients of a segment's weights when its backward pass is done.
 
+    What a segment makes anew is held until its weights' gradients are there, and nothing else would keep the re-run of the
+    segment before from starting earlier: its token waits for them. (Graph optimisers drop control dependencies.)
+    """
 
-def _zero_after(tensors):
-    """Returns a float scalar that depends on all `tensors` and is 0 whatever they hold, NaN and nothing included."""
-    largest = tf.reduce_max(tf.concat([_elements(tensors), [0.0]], 0))
-    return tf.where(tf.math.is_nan(largest), 0.0, tf.minimum(largest, 0.0))
+    @tf.custom_gradient
+    def gate(*inputs):
+        def gradient(*upstream):
+            here = tf.compat.v1.get_default_graph()
+            made = [x for x in record.gradients if getattr(x, "graph", None) is here]
+            here._tf_ckpt_waits = [*getattr(here, "_tf_ckpt_waits", ()), *made]
+            return upstream
+
+        return [tf.identity(x) for x in inputs], gradient
+
+    return list(gate(*inputs))
 
 
 def _join(outputs, read_backward, check):
@@ -380,7 +401,7 @@ def _join(outputs, read_backward, check):
     if len(outputs) == 1:
         return []
     eager = tf.executing_eagerly()  # there everything happens in order, and nothing is merged
-    seen = None if eager else _zero_after([*outputs[1:], *read_backward])
+    seen = None if eager else zero_after([*outputs[1:], *read_backward])
 
     @tf.custom_gradient
     def join(token, *outputs):
@@ -388,7 +409,11 @@ def _join(outputs, read_backward, check):
             check()
             # A gather behind an output sends a sparse gradient; what is recomputed takes it dense, as the plain ops do.
             upstream = [tf.convert_to_tensor(x) for x in upstream]
-            return (tf.zeros([]) if eager else _zero_after(upstream) + seen, *upstream)
+            if eager:
+                return (tf.zeros([]), *upstream)
+            here = tf.compat.v1.get_default_graph()
+            waits, here._tf_ckpt_waits = getattr(here, "_tf_ckpt_waits", ()), ()
+            return (zero_after([*upstream, *waits]) + seen, *upstream)
 
         return [tf.identity(x) for x in outputs], gradient
 

@@ -87,7 +87,7 @@ class Stages:
             needed = bool(inner)
             if number in self.outputs:
                 counts[n] = 1
-                inner.append(n - 1)  # the loss reads it, and comes with the last stage
+                inner.append(n)  # the loss reads it
             floating = keras.backend.is_float_dtype(spec.dtype)
             size = tensor_bytes(spec, batch_size)
             tensors.append(Tensor(size, producer, tuple(sorted(counts.items())), needed, tuple(inner), floating))
@@ -105,6 +105,11 @@ class Stages:
             pruned_flops=np.array([c.pruned_flops for c in costs], float),
             backward_flops=np.array([c.backward_flops for c in costs], float),
             weights=weights,
+            forward_extra=np.array([c.forward_extra for c in costs], float),
+            taped_extra=np.array([c.taped_extra for c in costs], float),
+            backward_extra=np.array([c.backward_extra for c in costs], float),
+            shared=self._shared(),
+            **_parts(costs),
             fixed=self._fixed(costs, reach),
             joins_before=np.array([c.elementwise_start for c in costs], bool),
             joins_after=np.array([c.elementwise_end or c.expensive_end for c in costs], bool),
@@ -114,6 +119,14 @@ class Stages:
             tensors=tuple(tensors),
             batch_size=batch_size,
         )
+
+    def _shared(self):
+        """Returns the stages of each layer with trainable weights that is called more than twice."""
+        calls = {}
+        for stage, node in enumerate(self.nodes):
+            if getattr(node.operation, "trainable_weights", None):
+                calls.setdefault(id(node.operation), []).append(stage)
+        return tuple(tuple(stages) for stages in calls.values() if len(stages) > 2)
 
     def _fixed(self, costs, reach):
         fixed = np.zeros(len(self.nodes), bool)
@@ -143,3 +156,16 @@ def must_stay_plain(node):
         any(isinstance(layer, (keras.layers.Embedding, Recompute)) for layer in layers)
         or keras_graph.compiled_call(node.operation) is not None
     )
+
+
+def _parts(costs):
+    """Returns the arrays of a `Chain` that say what recomputing a stage's inner part does."""
+    parts = [c.part for c in costs]
+    pairs = list(zip(parts, costs, strict=True))
+    return {
+        "part_internal": np.array([c.internal_bytes if p is None else p.internal_bytes for p, c in pairs], float),
+        "part_flops": np.array([0.0 if p is None else p.flops for p in parts], float),
+        "part_taped_extra": np.array([c.taped_extra if p is None else p.taped_extra for p, c in pairs], float),
+        "part_backward_extra": np.array([c.backward_extra if p is None else p.backward_extra for p, c in pairs], float),
+        "part_names": tuple("" if p is None else p.name for p in parts),
+    }

@@ -24,6 +24,20 @@ def _value_of_first_gradient_to_second(value, variable_value):
     return tf.identity(value), lambda upstream: (None, upstream)
 
 
+def _noted(tensor, gradients):
+    """Passes a tensor on, and appends its gradient to a list once there is one."""
+
+    @tf.custom_gradient
+    def identity(tensor):
+        def gradient(upstream):
+            gradients.append(upstream)
+            return upstream
+
+        return tf.identity(tensor), gradient
+
+    return identity(tensor)
+
+
 def tie(tensor, token):
     """Makes `tensor` depend on `token`, a float scalar that is 0, without changing a bit of it."""
     if token is None or tensor.dtype in (tf.string, tf.resource, tf.variant):
@@ -31,6 +45,17 @@ def tie(tensor, token):
     if tensor.dtype == tf.bool:
         return tf.logical_or(tensor, tf.cast(token, tf.bool))
     return tensor + tf.cast(token, tensor.dtype)
+
+
+def _elements(tensors):
+    """Returns the first elements of tensors as one vector."""
+    return tf.concat([tf.cast(tf.abs(tf.reshape(x, [-1])[:1]), tf.float32) for x in tensors], 0)
+
+
+def zero_after(tensors):
+    """Returns a float scalar that depends on all `tensors` and is 0 whatever they hold, NaN and nothing included."""
+    largest = tf.reduce_max(tf.concat([_elements(tensors), [0.0]], 0))
+    return tf.where(tf.math.is_nan(largest), 0.0, tf.minimum(largest, 0.0))
 
 
 class _Seen:
@@ -68,6 +93,7 @@ class Record:
         self.updates = {}
         self.losses = []
         self.changed_inside = None
+        self.gradients = []  # of weights, as the last re-run's backward pass made them
         self.surroundings = keras_graph.Surroundings()
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
@@ -76,8 +102,13 @@ class Record:
         return contextlib.nullcontext() if self._graph is None else self._graph.as_default()
 
     @contextlib.contextmanager
-    def forward(self, arguments):
-        """The scope of the forward run: reads are noted, updates and losses are held back."""
+    def forward(self, arguments, inputs=()):
+        """The scope of the forward run: reads are noted, updates and losses are held back.
+
+        Args:
+            arguments: The values of the `lifted` variables.
+            inputs: Graph tensors that integer state, seeds above all, is to wait for.
+        """
         updates = {}
 
         def read(variable):
@@ -95,8 +126,25 @@ class Record:
                     value._tf_ckpt_snapshot = True
                     from_outside = tf.is_tensor(outside) and not isinstance(outside, tf.Variable)
                     self.seen[id(variable)] = _Seen(variable, outside if from_outside else value, from_outside)
+                    if from_outside and not self.seen[id(variable)].weight and keras_graph.is_state_scope(scope.original_scope):
+                        outside._tf_ckpt_snapshot = True  # of an outer segment, so that segments inside may read it
             seen = self.seen[id(variable)]
-            return None if seen.weight and not seen.from_outside else seen.value
+            if seen.weight and not seen.from_outside:
+                return None
+            return seen.value if seen.value.dtype.is_floating else waiting(seen)
+
+        waited = {}
+
+        def waiting(seen):
+            # Random numbers need nothing but a seed: those of all segments would be drawn as soon as the step begins.
+            graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+            after = [x for x in inputs if graph is self._graph is not None and getattr(x, "graph", None) is graph]
+            if not after:
+                return seen.value
+            if id(seen) not in waited:
+                waited[id(seen)] = tie(seen.value, zero_after(after[:1]))
+                waited[id(seen)]._tf_ckpt_snapshot = True
+            return waited[id(seen)]
 
         def update(variable, value):
             read(variable)
@@ -116,13 +164,17 @@ class Record:
     def rerun(self, arguments, token):
         """The scope of a re-run: reads give what the forward run saw, updates and losses are dropped."""
         updates, tied = {}, {}
+        self.gradients = []
         if token is not None:
             token = tf.stop_gradient(token)
         home = contextlib.nullcontext if tf.executing_eagerly() else tf.compat.v1.get_default_graph().as_default
 
         def weight(seen, value):
-            live = tf.convert_to_tensor(seen.raw)
+            live = noted(tf.convert_to_tensor(seen.raw))
             return _value_of_first_gradient_to_second(value, live)
+
+        def noted(live):
+            return live if token is None else _noted(live, self.gradients)
 
         def read(variable):
             number = id(variable)
@@ -136,7 +188,7 @@ class Record:
                 return None
             if seen.weight:
                 if number not in self.updates and seen.untouched():
-                    return None
+                    return noted(tf.convert_to_tensor(seen.raw))
                 return weight(seen, seen.value)
             if number in self.updates or not seen.value.dtype.is_floating:
                 if number not in tied:

@@ -5,15 +5,19 @@ A new TensorFlow breaks this file or none. What is here:
 - whether any gradient tape is active (eager runs without one need no recompute);
 - a gradient registry that lets traced graphs go;
 - a watcher of the operations that a piece of Python runs, in eager and in graph mode;
-- whether a variable may have been written since it was read.
+- whether a variable may have been written since it was read;
+- the graphs of the functions that an operation calls.
 """
 
 import contextlib
+import threading
 import weakref
 
 import tensorflow as tf
+from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context, record
-from tensorflow.python.framework import op_callbacks, ops
+from tensorflow.python.eager import execute as eager_execute
+from tensorflow.python.framework import function_def_to_graph, op_def_registry, ops
 
 _CUSTOM = "CustomGradient-"
 _READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp", "VariableShape"})
@@ -82,6 +86,10 @@ def release_graphs():
         registry._registry = _GradientEntries(registry._registry)
 
 
+_watching = threading.Lock()
+_watchers = []
+
+
 @contextlib.contextmanager
 def watch_operations(callback):
     """Calls `callback(op_type, inputs, outputs, graph)` for each operation that is run or created in this scope."""
@@ -89,11 +97,22 @@ def watch_operations(callback):
     def on_operation(op_type, inputs, attrs, outputs, op_name=None, graph=None):
         callback(op_type.decode() if isinstance(op_type, bytes) else op_type, inputs, outputs, graph)
 
-    op_callbacks.add_op_callback(on_operation)
+    # TensorFlow's own `add_op_callback` switches the callbacks of eager mode off for all threads as soon as one is done.
+    with _watching:
+        if not _watchers:
+            _watchers.append(eager_execute.execute)
+            eager_execute.execute = eager_execute.execute_with_callbacks
+        _watchers.append(on_operation)
+    present = context.context()
+    present.add_op_callback(on_operation)
     try:
         yield
     finally:
-        op_callbacks.remove_op_callback(on_operation)
+        present.remove_op_callback(on_operation)
+        with _watching:
+            _watchers.remove(on_operation)
+            if len(_watchers) == 1:
+                eager_execute.execute = _watchers.pop()
 
 
 def writers(read):
@@ -143,14 +162,44 @@ def handle_number(raw_variable):
         return None
 
 
-def is_stateful_function(name):
-    """Returns True if `name` is a function of eager mode (`__inference_...`) that has state inside."""
-    if not name.startswith(("__inference_", "__forward_")):
-        return False
-    try:
-        return context.get_function_def(name).signature.is_stateful
-    except Exception:  # not known to this context
+# Keras makes this function anew in each call of a grouped convolution, so that its reads go through our scope.
+_KERAS_CONVOLUTION = "_conv_xla"
+_CALLERS = frozenset(["PartitionedCall", "StatefulPartitionedCall"])
+
+
+def calls_state(op_type, outputs):
+    """Returns True if an operation calls a function that holds variables, random numbers or other state.
+
+    Args:
+        op_type: The operation's type; in eager mode a function's own name, `__inference_...`.
+        outputs: What it makes.
+    """
+    if op_type.startswith("XlaLaunch"):
         return True
+    if op_type.startswith(("__inference_", "__forward_")):
+        return _holds_state(op_type, context.get_function_def)
+    if op_type not in _CALLERS or not outputs or hasattr(outputs[0], "numpy"):
+        return False
+    op = outputs[0].op
+    return _holds_state(op.get_attr("f").name, lambda name: op.graph._get_function(name).cached_definition)
+
+
+def _holds_state(name, definition_of):
+    try:
+        nodes = definition_of(name).node_def
+    except Exception:  # not known here
+        return True
+    for node in nodes:
+        known = op_def_registry.get(node.op)
+        inner = [x.func.name for x in node.attr.values() if x.func.name]
+        inner += [node.op] if known is None else []
+        if any(_holds_state(x, definition_of) for x in inner):
+            return True
+        # A function that XLA compiles counts as stateful, whatever is inside.
+        if known is not None and known.is_stateful and node.op not in _CALLERS:
+            if not (node.op == "ReadVariableOp" and _KERAS_CONVOLUTION in name):
+                return True
+    return False
 
 
 def in_control_flow():
@@ -189,3 +238,43 @@ def _is_trainable(graph, handle):
             if graph.capture(variable.handle).name == handle.name:
                 return variable.trainable
     return True
+
+
+def function_graph(op, name):
+    """Returns the `FuncGraph` of a function that an operation of a graph calls, or None if the graph does not know it.
+
+    Args:
+        op: A graph operation.
+        name: The function's name, as the operation's attribute has it.
+    """
+    graph = op.graph
+    while graph is not None:
+        function = graph._get_function(name)
+        if function is not None:
+            inner = getattr(function, "graph", None)
+            if inner is None:  # the graph has the definition only
+                made = graph._tf_ckpt_functions = getattr(graph, "_tf_ckpt_functions", {})
+                if name not in made:
+                    with graph.as_default():
+                        made[name] = function_def_to_graph.function_def_to_graph(function.cached_definition)
+                inner = made[name]
+            return inner
+        graph = getattr(graph, "outer_graph", None)
+    return None
+
+
+def is_compiled(op, name):
+    """Returns True if an operation calls a function that XLA compiles as a whole (`jit_compile=True`)."""
+    try:
+        if op.get_attr("_XlaMustCompile"):
+            return True
+    except ValueError:
+        pass
+    function = op.graph._get_function(name)
+    definition = getattr(function, "cached_definition", None)
+    return definition is not None and definition.attr["_XlaMustCompile"].b
+
+
+def gpu_limits():
+    """Returns the memory limit of each GPU's allocator, in bytes."""
+    return [x.memory_limit for x in device_lib.list_local_devices() if x.device_type == "GPU" and x.memory_limit]

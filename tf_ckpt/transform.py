@@ -7,36 +7,46 @@ import weakref
 import keras
 
 from tf_ckpt import graph as keras_graph
-from tf_ckpt import inspection
 from tf_ckpt.errors import CheckpointError, CheckpointWarning
+from tf_ckpt.execution import executing
 from tf_ckpt.planning import make_plan
-from tf_ckpt.replay import run
 from tf_ckpt.stages import Stages
+from tf_ckpt.strategies.tree import tree_of
 
 _plans = weakref.WeakKeyDictionary()  # applied model -> (plan, plain model)
 
 
-def plan(model, strategy="sqrt", *, layers=None, batch_size=None):
+def plan(
+    model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, target=None, levels=None, optimizer=None
+):
     """Plans what to recompute, and does nothing with it yet.
 
     Args:
         model: A built Functional or Sequential `keras.Model`, of any subclass.
         strategy: See `apply`.
-        layers: See `apply`.
         batch_size: Integer that the predicted bytes are for. Defaults to the batch size that the model's inputs state,
             or else 32.
+        memory: See `apply`.
+        layers: See `apply`.
+        target: See `apply`.
+        levels: See `apply`.
+        optimizer: The optimizer whose slots count, or its name. Defaults to the one that the model is compiled with, or
+            else Adam.
 
     Returns:
-        A `Plan`.
+        A `Plan`, which can be looked at (`summary()`, `plot(path)`), stored (`save(path)`) and applied.
 
     Raises:
         TypeError: If `model` is not a Keras model, or an argument is of the wrong type.
         CheckpointError: If the model is no graph of layers, or the strategy or layers do not exist.
     """
-    return make_plan(_graph_of(model), model, strategy, layers, batch_size)
+    options = {"memory": memory, "layers": layers, "target": target, "levels": levels}
+    return make_plan(
+        _graph_of(model), model, strategy, batch_size=batch_size, optimizer=optimizer, curve=True, **options
+    )
 
 
-def apply(model, strategy="sqrt", *, layers=None, batch_size=None):
+def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, target=None, levels=None):
     """Makes a model that keeps less for the backward pass and recomputes the rest, exactly.
 
     The result has the class, layers, names, variables (the same objects), inputs and outputs of `model`, which is not
@@ -49,16 +59,24 @@ def apply(model, strategy="sqrt", *, layers=None, batch_size=None):
         strategy: What to recompute. One of:
 
             - `"sqrt"`: about sqrt(n) segments, balanced by bytes. The least memory for at most one more forward run.
-            - `"selective"`: the calls of `layers`; without `layers`, what is cheap and large (normalisation, activations,
-              dropout, pooling, adding, attention), so that convolutions and dense layers are not run again.
+            - `"selective"`: the calls of `layers`; without `layers`, what frees most bytes for each FLOP that is run again,
+              parts inside layers among it (the core of attention, activations), until half of the activation bytes are
+              gone, or 5 % of the step's FLOPs are added, or `target` is reached.
             - `"full"`: every stretch between two cuts that a single tensor crosses; one that alone frees nothing is joined
               to the next.
+            - `"budget"`: the least recompute whose predicted peak fits `memory`, segments within segments included.
+            - `"recursive"`: segments within segments, `levels` deep: the least memory of all, for deep models.
             - `"none"`: nothing.
-            - a `Plan`, or a callable that takes a `tf_ckpt.strategies.Chain` and returns ranges of its stages or a `Plan`.
+            - a `Plan`, or a callable that takes a `tf_ckpt.strategies.Chain` and returns a `Plan`, or ranges of its stages:
+              pairs (start, stop) or `tf_ckpt.strategies.Range`s.
+        batch_size: Integer, the batch size to plan for. Defaults to the one that the model's inputs state, or else 32.
+        memory: With `"budget"`: bytes as an integer, a string such as `"6GiB"`, or a share of the plain model's peak above 0
+            and below 1. Weights, optimizer slots, gradients and activations must fit. Defaults to the memory of the
+            device, less a margin of 8 %, where it reports one.
         layers: With `"selective"`: a list of layer names, layer classes and `fnmatch` patterns of names, or a callable
             `layer -> bool`.
-        batch_size: Integer, the batch size to plan for. It decides how far weight gradients count against activations.
-            Defaults to the one that the model's inputs state, or else 32.
+        target: With `"selective"`: the share of the activation bytes to come down to, above 0 and below 1.
+        levels: With `"recursive"`: how deep segments may lie within segments. Defaults to as many as pay.
 
     Returns:
         A model of the same class as `model`.
@@ -77,13 +95,14 @@ def apply(model, strategy="sqrt", *, layers=None, batch_size=None):
     ```
     """
     level = _graph_of(model)
-    made = make_plan(level, model, strategy, layers, batch_size)
+    options = {"memory": memory, "layers": layers, "target": target, "levels": levels}
+    made = make_plan(level, model, strategy, batch_size=batch_size, **options)
     plain = remove(model)
     stages = Stages(level)
     if tuple(stages.names) != made.layers:
         raise CheckpointError(_difference(stages.names, made.layers))
     if made.segments:
-        applied = _executing(level, stages, made.ranges(), "", 0, _Reminder(model.name))
+        applied = executing(level, stages, tree_of(made.ranges()), _Reminder(model.name))
     else:
         applied = keras_graph.with_executor(plain, None)
         if isinstance(strategy, str) and strategy != "none":
@@ -165,83 +184,3 @@ def _difference(have, want):
     pairs = itertools.zip_longest(have, want, fillvalue="nothing")
     number, (mine, theirs) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     return f"The plan was made for another model: its call {number} is '{theirs}', the model's is '{mine}'."
-
-
-class _Piece:
-    """Nodes that run together: one segment, or one plain node."""
-
-    def __init__(self, nodes, recompute):
-        self.nodes, self.recompute = nodes, recompute
-        self.memo = inspection.Memo()
-        self.name = nodes[0].name if len(nodes) == 1 else f"{nodes[0].name}..{nodes[-1].name}"
-        self.takes, self.makes = (), ()
-
-    def __call__(self, operation_fn, values):
-        if not self.recompute:
-            for node in self.nodes:
-                node.call(operation_fn, values)
-            return
-
-        def segment(*tensors):
-            inside = dict(zip(self.takes, tensors, strict=True))
-            for node in self.nodes:
-                node.call(operation_fn, inside)
-            return [inside[x] for x in self.makes]
-
-        made = run(segment, [values[x] for x in self.takes], {}, self.name, self.memo)
-        values.update(zip(self.makes, made, strict=True))
-
-
-class _Inside:
-    """Stands for a nested model in a node: the copy of it that executes its part of the plan."""
-
-    def __init__(self, node, model):
-        self._node, self._model = node, model
-        self.name, self.inputs, self.outputs = node.name, node.inputs, node.outputs
-
-    def call(self, operation_fn, values):
-        self._node.call(lambda operation: operation_fn(self._model), values)
-
-
-def _executing(level, stages, ranges, prefix, first, on_config=None):
-    """Returns a copy of the level's model that runs the recomputed `ranges` of stages. `first` is its first stage."""
-    pieces, position, starts = [], first, dict(ranges)
-    stop = None
-    for node in level.nodes:
-        start, end = stages.inside.get(prefix + node.name, (position, position + 1))
-        position = end
-        if stop is not None and end <= stop:
-            pieces[-1].append(node)
-        elif start in starts and end <= starts[start]:
-            stop = starts[start]
-            pieces.append([node])
-        else:
-            stop = None
-            if node.inner is not None and any(start <= s < end for s, _ in ranges):
-                node = _Inside(node, _executing(node.inner, stages, ranges, f"{prefix}{node.name}/", start))
-            pieces.append(_Piece([node], False))
-            continue
-        if stop == end:
-            pieces[-1] = _Piece(pieces[-1], True)
-            stop = None
-    _connect(pieces, level.outputs)
-
-    def execute(inputs, operation_fn):
-        values = dict(zip(level.inputs, inputs, strict=True))
-        for piece in pieces:
-            piece(operation_fn, values)
-        return [values[x] for x in level.outputs]
-
-    return keras_graph.with_executor(remove(level.model), execute, on_config)
-
-
-def _connect(pieces, outputs):
-    """Notes what each piece takes and makes, leaving out what nobody reads."""
-    read = set(outputs)
-    for piece in reversed(pieces):
-        made = [x for node in piece.nodes for x in node.outputs]
-        taken = dict.fromkeys(x for node in piece.nodes for x in node.inputs)
-        inside = set(made)
-        piece.makes = tuple(x for x in made if x in read)
-        piece.takes = tuple(x for x in taken if x not in inside)
-        read.update(piece.takes)

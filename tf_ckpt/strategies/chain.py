@@ -10,8 +10,11 @@ import functools
 
 import numpy as np
 
+from tf_ckpt.strategies import simulate
+from tf_ckpt.strategies.tree import tree_of, walk
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Tensor:
     """A tensor between stages.
 
@@ -48,6 +51,14 @@ class Chain:
         pruned_flops: FLOPs of a re-run whose outputs nobody reads.
         backward_flops: FLOPs of each stage's backward pass.
         weights: Bytes of each stage's weight gradients.
+        forward_extra: Bytes that a forward run holds at its worst beside inputs and outputs, when nothing is kept.
+        taped_extra: The same beside inputs, outputs and `internal`, when it is kept.
+        backward_extra: Bytes that a backward pass holds at its worst beside what was kept and the outputs' gradients.
+        part_internal: `internal` if the stage's inner part (`part_names`) is recomputed; equal to it where there is none.
+        part_flops: FLOPs of running that part again.
+        part_taped_extra: `taped_extra` in that case.
+        part_backward_extra: `backward_extra` in that case.
+        part_names: What can be recomputed inside each stage, such as `"attention"`; "" for nothing.
         fixed: Stages that must not be recomputed.
         expensive_end: Stages that end with a matmul or convolution.
         joins_before: Stages that begin elementwise, so that a graph optimiser may join them with the stage before.
@@ -57,6 +68,7 @@ class Chain:
         ranges: Pairs (start, stop): nested models. A segment holds all of one, or lies within it.
         tensors: The tensors between stages.
         batch_size: Integer.
+        shared: Tuples of the stages that share trainable weights, if they are more than two.
     """
 
     names: tuple
@@ -65,6 +77,14 @@ class Chain:
     pruned_flops: np.ndarray
     backward_flops: np.ndarray
     weights: np.ndarray
+    forward_extra: np.ndarray
+    taped_extra: np.ndarray
+    backward_extra: np.ndarray
+    part_internal: np.ndarray
+    part_flops: np.ndarray
+    part_taped_extra: np.ndarray
+    part_backward_extra: np.ndarray
+    part_names: tuple
     fixed: np.ndarray
     expensive_end: np.ndarray
     joins_before: np.ndarray
@@ -73,6 +93,7 @@ class Chain:
     ranges: tuple
     tensors: tuple
     batch_size: int
+    shared: tuple = ()
 
     def __len__(self):
         return len(self.names)
@@ -88,6 +109,23 @@ class Chain:
     def stored(self, start, stop):
         """Bytes that the stages `[start, stop)` keep when they run plain. `start` may be an array."""
         return self._stored[stop] - self._stored[start]
+
+    @functools.cached_property
+    def _made(self):
+        made = [[] for _ in self.names]
+        for t in self.tensors:
+            if t.producer >= 0:
+                made[t.producer].append(t)
+        return made
+
+    def made(self, stage):
+        """The tensors that a stage makes."""
+        return self._made[stage]
+
+    @functools.cached_property
+    def upstream(self):
+        """Bytes of the gradients of all tensors that cross each cut, over cuts 0..n."""
+        return np.array([sum(t.size for t in self.crossing(cut) if t.differentiable) for cut in range(len(self) + 1)], float)
 
     @functools.cached_property
     def _crossing(self):
@@ -149,34 +187,53 @@ class Chain:
         """Boolean array over cuts 0..n: False where a cut would change how something is rounded.
 
         The gradients of a tensor that three or more operations take are summed up in one order. A segment that holds
-        some of them sums its own up first. And a product or elementwise operation whose one reader is elementwise may
+        some of them sums its own up first; the same holds for shared weights. And a product or elementwise operation whose one reader is elementwise may
         become one kernel with it, or share its constants, unless a cut lies between.
         """
         exact = np.ones(len(self) + 1, bool)
+        for stages in self.shared:
+            exact[min(stages) + 1 : max(stages) + 1] = False
         for t in self.tensors:
             stages = [stage for stage, _ in t.uses]
             if t.differentiable and sum(n for _, n in t.uses) > 2 and max(n for _, n in t.uses) > 1 and len(stages) > 1:
                 exact[min(stages) + 1 : max(stages) + 1] = False
-            between = len(t.uses) == 1 and t.producer >= 0 and t.last < len(self)
-            if between and self.joins_after[t.producer] and self.joins_before[t.last]:
+            if self._joined(t):
                 exact[t.producer + 1 : t.last + 1] = False
         return exact
 
+    def _joined(self, tensor):
+        between = len(tensor.uses) == 1 and tensor.producer >= 0 and tensor.last < len(self)
+        return bool(between and self.joins_after[tensor.producer] and self.joins_before[tensor.last])
+
+    @functools.cached_property
+    def exact_parts(self):
+        """Boolean array over stages: whether there is an inner part that can be recomputed without a change of rounding.
+
+        An activation ends where its layer does, so that it must not be joined with what comes next.
+        """
+        ends = ("activation",)
+        return np.array(
+            [
+                bool(name) and not (name in ends and any(self._joined(t) for t in self.made(k)))
+                for k, name in enumerate(self.part_names)
+            ],
+            bool,
+        )
+
+    @functools.cache  # noqa: B019 - as above
+    def reruns(self, stop):
+        """FLOPs of a re-run of `[i, stop)`, as an array over i = 0..stop, without what only makes outputs that its
+        backward pass does not read."""
+        flops, runs = np.zeros(stop + 1), {}
+        for k in range(stop - 1, -1, -1):
+            read = any(any(s < stop for s in t.inner) or any(runs.get(s) for s, _ in t.uses) for t in self.made(k))
+            runs[k] = read or self.pruned_flops[k] > 0
+            flops[k] = flops[k + 1] + (self.flops[k] if read else self.pruned_flops[k])
+        return flops
+
     def rerun_flops(self, start, stop):
         """FLOPs of a re-run of `[start, stop)`, without what only makes outputs that its backward pass does not read."""
-        inside = {}
-        for t in self.tensors:
-            if start <= t.producer < stop:
-                inside.setdefault(t.producer, []).append(t)
-        runs = {}
-        for k in range(stop - 1, start - 1, -1):
-            read = any(
-                any(start <= s < stop for s in t.inner) or any(runs.get(s) for s, _ in t.uses) for t in inside.get(k, [])
-            )
-            runs[k] = read or self.pruned_flops[k] > 0
-            inside[k] = [] if not runs[k] else inside.get(k, [])
-            runs[k, "flops"] = self.flops[k] if read else self.pruned_flops[k]
-        return float(sum(runs[k, "flops"] for k in range(start, stop)))
+        return float(self.reruns(stop)[start])
 
     def frees(self, start, stop):
         """Bytes that are not kept when `[start, stop)` alone is recomputed; negative if more is kept."""
@@ -195,28 +252,16 @@ class Chain:
         """FLOPs of a plain step, forward and backward."""
         return float(self.flops.sum() + self.backward_flops.sum())
 
-    def peak(self, segments):
-        """Predicted bytes of activations and weight gradients at the worst moment of a step.
+    def peak(self, ranges):
+        """Predicted bytes of activations, their gradients and weight gradients at the worst moment of a step.
 
         Args:
-            segments: Sorted list of recomputed ranges `(start, stop)`; all other stages run plain.
+            ranges: What is recomputed: a tree of `Range`s, or a list of pairs (start, stop).
         """
-        recomputed = np.zeros(len(self), int)
-        for number, (start, stop) in enumerate(segments, 1):
-            recomputed[start:stop] = number
-        kept = np.where(recomputed > 0, 0.0, self.internal)
-        for t in self.tensors:
-            if t.producer < 0:
-                continue
-            home = recomputed[t.producer]
-            readers = {int(recomputed[s]) if s < len(self) else -1 for s, _ in t.uses}
-            crosses = home == 0 or readers != {home}
-            plain_need = any(recomputed[s] == 0 for s in t.inner)
-            if crosses and (plain_need or any(r > 0 and r != home for r in readers)):
-                kept[t.producer] += t.size
-        total = np.concatenate([[0.0], np.cumsum(kept)])
-        worst = total[-1]
-        for start, stop in segments:
-            worst = max(worst, total[stop] + self.stored(start, stop) + self.gradients[stop])
-        # While a plain stage runs backward, what it and earlier ones keep is held beside later ones' weight gradients.
-        return float(max([worst, *(total[k] + self.gradients[k] for k in range(len(self) + 1))]))
+        return simulate.peak(self, ranges)
+
+    def added_flops(self, ranges):
+        """FLOPs of all re-runs of a tree of `Range`s, or of a list of pairs (start, stop)."""
+        return sum(
+            float(self.part_flops[r.start]) if r.part else self.rerun_flops(r.start, r.stop) for r in walk(tree_of(ranges))
+        )

@@ -2,11 +2,14 @@
 
 import itertools
 
+ROUNDING_PRICE = 1.25  # bitwise equality may cost this factor of the peak, not more
+
 
 def full(chain):
     """Plans a segment between each two cuts that a single differentiable tensor crosses.
 
-    A stretch that alone frees nothing (a convolution between its kept input and output) is joined to the next one.
+    A stretch that alone frees nothing (a convolution between its kept input and output) is joined to the next one. Cuts
+    that change rounding are left out unless that costs much memory.
 
     Args:
         chain: A `Chain`.
@@ -15,10 +18,15 @@ def full(chain):
         A sorted list of ranges `(start, stop)` to recompute. Stretches that keep nothing, and the one before the loss,
         stay plain.
     """
-    n = len(chain)
-    cuts = [0, *(c for c in range(1, n) if sum(t.differentiable for t in chain.crossing(c)) == 1), n]
+    cuts = [c for c in range(1, len(chain)) if sum(t.differentiable for t in chain.crossing(c)) == 1]
+    free = _between(chain, cuts)
+    exact = _between(chain, [c for c in cuts if chain.exact_cuts[c]])
+    return exact if chain.peak(exact) <= ROUNDING_PRICE * chain.peak(free) else free
+
+
+def _between(chain, cuts):
     segments, waiting = [], None
-    for start, stop in itertools.pairwise(cuts[:-1]):
+    for start, stop in itertools.pairwise([0, *cuts]):
         if waiting is not None and chain.allowed(waiting, stop):
             start = waiting
         waiting = None

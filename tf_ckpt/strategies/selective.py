@@ -1,21 +1,82 @@
-"""Recompute chosen stages only: those that are named, or those that are cheap and large.
+"""Recompute chosen stages only: those that are named, or those that free most bytes for their FLOPs.
 
 Selective recompute after Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198).
 """
 
 from tf_ckpt.strategies.full import pieces
+from tf_ckpt.strategies.tree import Range
+from tf_ckpt.strategies.units import choose_cuts
+
+_UNITS = 4  # the longest stretch that is considered as one segment
+TARGET = 0.5
+OVERHEAD = 0.05
 
 
-def selective(chain, chosen, keep_useless=True):
+def selective(chain, chosen):
     """Plans the chosen stages, joined to segments where they are adjacent.
 
     Args:
         chain: A `Chain`.
         chosen: Boolean for each stage.
-        keep_useless: Whether a segment that frees no bytes is planned all the same.
 
     Returns:
         A sorted list of ranges `(start, stop)` to recompute.
     """
-    segments = pieces(chain, (k for k in range(len(chain)) if chosen[k]))
-    return segments if keep_useless else [s for s in segments if chain.frees(*s) > 0]
+    return pieces(chain, (k for k in range(len(chain)) if chosen[k]))
+
+
+def by_cost(chain, target=None):
+    """Plans what frees most bytes for each FLOP that is run again first, until the target is reached.
+
+    What is considered: short stretches (normalisation, activation and the convolution behind it, whose own result its
+    backward pass does not need), and the parts inside layers: the core of attention, an activation.
+
+    Args:
+        chain: A `Chain`.
+        target: Share of the plain model's activation bytes to come down to. By default half of them, or as far as 5 % of
+            the step's FLOPs go.
+
+    Returns:
+        A sorted tuple of `Range`s.
+    """
+    bytes_wanted = (TARGET if target is None else target) * chain.peak([])
+    most = OVERHEAD * chain.step_flops if target is None else float("inf")
+    order = _disjoint(chain, _candidates(chain))
+    low, high = 0, len(order)  # the least prefix that reaches the target
+    while low < high:
+        middle = (low + high) // 2
+        if chain.peak(sorted(order[:middle])) <= bytes_wanted:
+            high = middle
+        else:
+            low = middle + 1
+    taken, flops = [], 0.0
+    for r in order[:low]:
+        flops += chain.added_flops([r])
+        if flops > most:
+            break
+        taken.append(r)
+    return tuple(sorted(taken))
+
+
+def _candidates(chain):
+    """Returns pairs (bytes freed for each FLOP, `Range`), best first."""
+    found = []
+    for k in range(len(chain)):
+        if chain.exact_parts[k]:
+            found.append((float(chain.internal[k] - chain.part_internal[k]), Range(k, k + 1, (), True)))
+    cuts = choose_cuts(chain, len(chain))
+    for i, start in enumerate(cuts[:-1]):
+        for stop in cuts[i + 1 : i + 1 + _UNITS]:
+            if chain.allowed(start, stop):
+                found.append((chain.frees(start, stop), Range(start, stop)))
+    floor = 0.001 * chain.peak([])  # a segment has costs of its own, that FLOPs do not show
+    return sorted(((-freed / (chain.added_flops([r]) + 1.0), r) for freed, r in found if freed > floor), key=lambda x: x[0])
+
+
+def _disjoint(chain, candidates):
+    free, order = [True] * len(chain), []
+    for _, r in candidates:
+        if all(free[r.start : r.stop]):
+            order.append(r)
+            free[r.start : r.stop] = [False] * (r.stop - r.start)
+    return order

@@ -1,0 +1,98 @@
+"""Segments within segments, and parts inside layers: exact, and run as often as the plan says."""
+
+import keras
+import pytest
+from cases import CASES, numbers, tokens
+from helpers import MODES, compare, thirds
+
+import tf_ckpt
+from tf_ckpt.strategies import Range
+
+L = keras.layers
+
+
+def halves(chain):
+    """A strategy that recomputes thirds of the model, each half of them again, and so on, and every part inside a layer."""
+
+    def split(start, stop):
+        cuts = [c for c in range(start + 1, stop) if chain.exact_cuts[c] and chain.allowed(start, c) and chain.allowed(c, stop)]
+        if not cuts:
+            return tuple(Range(k, k + 1, (), True) for k in range(start, stop) if chain.exact_parts[k])
+        cut = min(cuts, key=lambda c: abs(c - (start + stop) / 2))
+        return Range(start, cut, split(start, cut)), Range(cut, stop, split(cut, stop))
+
+    return [Range(start, stop, split(start, stop)) for start, stop in thirds(chain)]
+
+
+def parts(chain):
+    """A strategy that recomputes nothing but the parts inside layers."""
+    return [Range(k, k + 1, (), True) for k in range(len(chain)) if chain.exact_parts[k]]
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("case", CASES)
+def test_segments_within_segments(case, mode):
+    model, inputs, training = CASES[case]()
+    compare(model, tf_ckpt.apply(model, halves), inputs, mode, training)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_levels_under_dropout(mode):
+    inputs = x = keras.Input((8,))
+    for k in range(8):
+        x = L.Dropout(0.4, seed=k)(L.BatchNormalization()(L.Dense(8)(x)))
+    model = keras.Model(inputs, L.Dense(2)(x))
+    applied = tf_ckpt.apply(model, halves)
+    compare(model, applied, [numbers(16, 8)], mode)
+
+
+def attention_net(layer, mask_zero=True):
+    inputs = keras.Input((6,), dtype="int32")
+    x = L.Embedding(20, 8, mask_zero=mask_zero)(inputs)
+    for _ in range(2):
+        y = layer(L.LayerNormalization()(x))
+        x = L.Add()([x, L.Dropout(0.2, seed=1)(y)])
+    return keras.Model(inputs, L.Dense(3)(x)), [tokens()]
+
+
+class Subclass(L.MultiHeadAttention):
+    """An attention layer of the user's own."""
+
+    def call(self, query, value, key=None, **arguments):
+        return 2.0 * super().call(query, value, key, **arguments)
+
+
+def multi_head():
+    layer = L.MultiHeadAttention(2, 4, dropout=0.3, seed=2)
+    return attention_net(lambda x: layer(x, x, use_causal_mask=True))
+
+
+def grouped_query():
+    layer = L.GroupQueryAttention(4, 4, 2, dropout=0.3, seed=2)
+    return attention_net(lambda x: layer(x, x), mask_zero=False)
+
+
+def subclass():
+    return attention_net(lambda x: Subclass(2, 4, dropout=0.3, seed=2)(x, x))
+
+
+def activations():
+    inputs = x = keras.Input((8, 8, 3))
+    x = L.Conv2D(4, 3, activation="gelu")(x)
+    x = L.DepthwiseConv2D(3, activation="silu")(x)
+    x = L.SeparableConv2D(4, 3, activation="gelu")(x)
+    x = L.Flatten()(x)
+    x = L.Dense(8, activation="gelu")(x)
+    x = L.Dense(8, activation=keras.activations.mish)(x)
+    return keras.Model(inputs, L.Dense(2)(x)), [numbers(4, 8, 8, 3)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", [multi_head, grouped_query, subclass, activations])
+def test_parts_inside_layers(make, mode):
+    model, inputs = make()
+    before = {layer.name: set(vars(layer)) for layer in model.layers}
+    applied = tf_ckpt.apply(model, parts)
+    assert any(s.part for s in tf_ckpt.plan_of(applied).segments)
+    compare(model, applied, inputs, mode)
+    assert {layer.name: set(vars(layer)) for layer in model.layers} == before

@@ -1,0 +1,178 @@
+"""Plans as JSON files: what `Plan.save` writes and `Plan.load` reads."""
+
+import dataclasses
+import json
+import os
+
+from tf_ckpt.errors import CheckpointError
+from tf_ckpt.plan import Plan, Segment
+
+FORMAT = "tf_ckpt.Plan"
+VERSION = 1
+
+
+def checked_path(path):
+    """Returns a path as a string.
+
+    Raises:
+        TypeError: If it is not a string or path-like.
+    """
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise TypeError(f"`path` must be a string or path-like. Received: path={path!r} of type {type(path).__name__}")
+    return text
+
+
+def write(plan, path):
+    """Writes a plan to a file, as a whole or not at all.
+
+    Args:
+        plan: A `Plan`.
+        path: String or path-like.
+    """
+    path = os.path.realpath(checked_path(path))  # a link stays one
+    content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(plan)}
+    lines = (f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in content.items())
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    unfinished = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(unfinished, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        if os.path.exists(unfinished):
+            os.remove(unfinished)
+        raise
+
+
+def read(path):
+    """Reads the plan in a file.
+
+    Args:
+        path: String or path-like.
+
+    Returns:
+        A `Plan`.
+
+    Raises:
+        CheckpointError: If the file holds no plan that this version reads.
+    """
+    path = checked_path(path)
+    with open(path, "rb") as file:
+        data = file.read()
+    try:
+        content = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"Not a plan: `Plan.load` reads the JSON that `Plan.save` writes. Received: path={path!r}, which holds "
+            f"{data[:40]!r}{'...' if len(data) > 40 else ''} ({error})"
+        ) from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        what = f"format={content.get('format')!r}" if isinstance(content, dict) else f"a {type(content).__name__}"
+        raise CheckpointError(
+            f"Not a plan: a file of `Plan.save` has format={FORMAT!r}. Received: path={path!r}, which holds {what}"
+        )
+    version = content.get("version")
+    if version != VERSION or isinstance(version, bool):
+        raise CheckpointError(
+            f"This tf_ckpt reads plans of version {VERSION}. Received: path={path!r}, which holds version={version!r}. "
+            "Make the plan again with `tf_ckpt.plan`, or read it with the tf_ckpt that wrote it."
+        )
+    return _Reader(path).plan(content)
+
+
+class _Reader:
+    """Makes a `Plan` of what a file holds, and checks each value."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def _take(self, content, key, fits, what):
+        if key not in content:
+            raise CheckpointError(f"A plan needs {key!r}: {what}. Received: path={self.path!r}, which has {sorted(content)}")
+        self._need(fits(content[key]), key, content[key], what)
+        return content[key]
+
+    def _need(self, fits, key, value, what):
+        if not fits:
+            text = repr(value)
+            shown = text if len(text) < 200 else text[:200] + "..."
+            raise CheckpointError(f"{key!r} must be {what}. Received: path={self.path!r}, which has {key}={shown}")
+
+    def plan(self, content):
+        layers = self._names(content)
+        if len(set(layers)) != len(layers):
+            twice = next(name for i, name in enumerate(layers) if name in layers[:i])
+            self._need(False, "layers", twice, "names of calls, each once")
+        position = {name: i for i, name in enumerate(layers)}
+        segments = self._segments(content, "segments", position, 0, len(layers))
+        sizes = ("batch_size", "activation_bytes", "plain_activation_bytes", "weight_bytes", "optimizer_bytes")
+        pairs = self._take(content, "curve", _pairs, "a list of pairs [bytes, overhead]")
+        return Plan(
+            strategy=self._take(content, "strategy", lambda x: isinstance(x, str), "the name of a strategy"),
+            layers=layers,
+            segments=segments,
+            overhead=float(self._take(content, "overhead", _number, "a number, 0 or more")),
+            moments=tuple(self._take(content, "moments", _sizes, "a list of bytes")),
+            plain_moments=tuple(self._take(content, "plain_moments", _sizes, "a list of bytes")),
+            curve=tuple((size, float(overhead)) for size, overhead in pairs),
+            **{key: self._take(content, key, _size, "a whole number, 0 or more") for key in sizes},
+        )
+
+    def _names(self, content):
+        def names(value):
+            return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
+
+        return tuple(self._take(content, "layers", names, "a list of the names of calls"))
+
+    def _segments(self, content, key, position, start, stop):
+        """Returns the segments in a list, which must lie in `[start, stop)`, in order and apart."""
+        made = []
+        for item in self._take(content, key, lambda x: isinstance(x, list), "a list of segments"):
+            self._need(isinstance(item, dict), key, item, "a list of segments, each an object")
+            names = self._names(item)
+            first = position.get(names[0], stop)
+            run = all(position.get(name) == first + i for i, name in enumerate(names))
+            part = self._take(item, "part", lambda x: isinstance(x, str), "'' or the name of a part of a layer")
+            self._need(
+                run and start <= first and first + len(names) <= stop,
+                key,
+                list(names),
+                "runs of the plan's calls, in order and apart from each other, within the segment that they are inside of",
+            )
+            inside = self._segments(item, "inside", position, first, first + len(names))
+            self._need(not part or (len(names) == 1 and not inside), "part", part, "that of a single call, with nothing inside")
+            made.append(
+                Segment(
+                    layers=names,
+                    inside=inside,
+                    part=part,
+                    keeps_bytes=self._take(item, "keeps_bytes", _size, "a whole number, 0 or more"),
+                    frees_bytes=self._take(item, "frees_bytes", _whole, "a whole number"),
+                    rerun_flops=float(self._take(item, "rerun_flops", _number, "a number, 0 or more")),
+                )
+            )
+            start = first + len(names)
+        return tuple(made)
+
+
+def _whole(value):
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _size(value):
+    return _whole(value) and value >= 0
+
+
+def _number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e300  # not NaN either
+
+
+def _sizes(value):
+    return isinstance(value, list) and all(_size(x) for x in value)
+
+
+def _pairs(value):
+    return isinstance(value, list) and all(isinstance(x, list) and len(x) == 2 and _size(x[0]) and _number(x[1]) for x in value)

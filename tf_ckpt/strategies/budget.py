@@ -1,0 +1,210 @@
+"""The least recompute whose peak fits a budget, over all trees of segments.
+
+After the persistent dynamic program of Beaumont et al. 2019 (https://arxiv.org/abs/1911.13214, "rotor"), for stages
+between which any number of tensors may cross. Let C(s, t, m) be the least FLOPs, beyond one forward and one backward
+run, with which units [s, t) can be run backward, when what crosses cut s is held by others and m bytes are left. It is the
+least of
+
+    keep unit s, as it is or with its inner parts recomputed:   flops(s) + C(s+1, t, m - keeps(s))
+    recompute [s, j), for each j:    reruns(s, j) + C(j, t, m - boundary(s, j)) + C(s, j, m)
+
+each where m has room for the forward runs and backward passes themselves. `tf.recompute_grad` holds a segment's inputs until
+its backward pass has run, and may be nested, so that these are exactly the trees that it can run.
+"""
+
+import numpy as np
+
+from tf_ckpt.strategies import simulate
+from tf_ckpt.strategies.tree import Range, tree_of
+from tf_ckpt.strategies.units import Units, choose_cuts
+
+LIMIT = 120  # units
+SLOTS = 480
+_BEYOND = 1.3  # of the memory: the table is cautious, and trees that it thinks too large may fit when they are simulated
+
+
+class Table:
+    """C(s, t, m) for all s < t, with m in `slots` steps up to `most` bytes.
+
+    Args:
+        units: The `Units`.
+        most: Bytes: the largest m.
+        slots: How many steps.
+        parts: Whether inner parts may be recomputed.
+    """
+
+    def __init__(self, units, most, slots=SLOTS, parts=True):
+        self.units, self.slots, self.unit = units, slots, most / slots
+        u, count = units, units.count
+        self.options = (0, 1) if parts and (u.flops[1] > 0).any() else (0,)
+        self.steps = np.arange(slots + 1)
+        self.cost = np.full((count + 1, count + 1, slots + 2), np.inf)  # the first slot: not even 0 bytes are left
+        sums = np.concatenate([np.zeros((1, count + 1)), np.cumsum(u.keeps[0], 0)])
+        self.shift = np.stack([np.rint((sums[:-1] + k) / self.unit) - np.rint(sums[:-1] / self.unit) for k in u.keeps])
+        self.shift = self.shift.astype(int)  # rounded so that errors do not add up over a stretch of plain units
+        self.left = np.rint(u.boundary / self.unit).astype(int)
+        self._fill()
+
+    def _slots(self, size):
+        return np.ceil(size / self.unit - 1e-9).astype(int)
+
+    def _keep_need(self, o, s, t):
+        u = self.units
+        return self._slots(np.maximum(u.backward[o][s], u.forward[o][s] + u.beside[t]))
+
+    def _again_need(self, s, j, t):
+        return self._slots(self.units.sweep[s, j] + self.units.beside[t])
+
+    def _at(self, s, t, shift):
+        """C(s, t, m - shift) for all m, one row for each (s, t, shift)."""
+        row = (s * self.cost.shape[1] + t) * self.cost.shape[2]
+        return self.cost.reshape(-1).take(row[:, None] + np.maximum(self.steps[None, :] + 1 - shift[:, None], 0))
+
+    def _fill(self):
+        u, count, steps = self.units, self.units.count, self.steps[None, :]
+        for length in range(1, count + 1):
+            s = np.arange(count + 1 - length)
+            t = s + length
+            best = np.full((len(s), self.slots + 1), np.inf)
+            for o in self.options:
+                if length == 1:
+                    rest = np.zeros(1)
+                else:
+                    rest = self._at(s + 1, t, self.shift[o, s, t])
+                cost = np.where(steps >= self._keep_need(o, s, t)[:, None], u.flops[o][s][:, None] + rest, np.inf)
+                np.minimum(best, cost, out=best)
+            for d in range(1, length):
+                j = s + d
+                rows = np.flatnonzero(u.allowed[s, j])
+                if not len(rows):
+                    continue
+                a, b, c = s[rows], j[rows], t[rows]
+                cost = self._at(b, c, self.left[a, b, c]) + self.cost[a, b, 1:] + u.reruns[a, b][:, None]
+                cost[steps < self._again_need(a, b, c)[:, None]] = np.inf
+                best[rows] = np.minimum(best[rows], cost)
+            self.cost[s, t, 1:] = best
+
+    def curve(self):
+        """Returns the FLOPs that are added for each m, as an array over slots."""
+        return self.cost[0, self.units.count, 1:]
+
+    def tree(self, m):
+        """Returns the tree of `Range`s whose cost is `curve()[m]`."""
+        return tree_of(self._tree(0, self.units.count, m))
+
+    def _tree(self, s, t, m):
+        u, found = self.units, []
+        while s < t:
+            want = self.cost[s, t, m + 1]
+            choice = next((x for x in self._choices(s, t, m) if x[0] <= want * (1 + 1e-12) + 1e-12), None)
+            kind, number = choice[1], choice[2]
+            if kind == "keep":
+                if number:
+                    stages = range(u.cuts[s], u.cuts[s + 1])
+                    found += [Range(k, k + 1, (), True) for k in stages if u.chain.exact_parts[k]]
+                m -= self.shift[number, s, t] if s + 1 < t else 0
+                s += 1
+            else:
+                found.append(Range(u.cuts[s], u.cuts[number], tuple(self._tree(s, number, m))))
+                m -= self.left[s, number, t]
+                s = number
+        return found
+
+    def _choices(self, s, t, m):
+        u = self.units
+        for o in self.options:
+            if m >= self._keep_need(o, s, t):
+                left = m + 1 - self.shift[o, s, t]
+                rest = 0.0 if s + 1 == t else self.cost[s + 1, t, left] if left > 0 else np.inf
+                yield u.flops[o][s] + rest, "keep", o
+        for j in range(t - 1, s, -1):
+            if u.allowed[s, j] and m >= self._again_need(s, j, t):
+                left = m + 1 - self.left[s, j, t]
+                rest = self.cost[j, t, left] if left > 0 else np.inf
+                yield u.reruns[s, j] + rest + self.cost[s, j, m + 1], "again", j
+
+
+def frontier(chain, most=None, *, parts=True, limit=LIMIT, slots=SLOTS, exact=True):
+    """Returns the `Table` of a chain for budgets up to `most` bytes, by default those of the plain model."""
+    units = Units(chain, choose_cuts(chain, limit, exact))
+    return Table(units, most or 1.02 * chain.peak([]), slots, parts)
+
+
+def budget(chain, memory, *, parts=True, limit=LIMIT, slots=SLOTS):
+    """Plans the least recompute whose simulated peak is at most `memory`.
+
+    Args:
+        chain: A `Chain`.
+        memory: Bytes of activations, their gradients and weight gradients.
+        parts: Whether parts inside layers may be recomputed.
+        limit: The most units to plan with; stages are merged where there are more.
+        slots: Steps in which bytes are counted.
+
+    Returns:
+        A tree of `Range`s, or None if nothing fits.
+    """
+    if chain.peak([]) <= memory:
+        return ()
+    for exact in (True, False):
+        if not exact and chain.exact_cuts.all():
+            break
+        table = frontier(chain, _BEYOND * memory, parts=parts, limit=limit, slots=slots, exact=exact)
+        found = _within(chain, table, memory)
+        if found is not None:
+            return _trimmed(chain, found, memory)
+    return None
+
+
+def _within(chain, table, memory):
+    """Returns the cheapest tree of a table that fits when it is simulated: the table rounds, and is cautious."""
+    curve = table.curve()
+    # The slots at which a tree gets cheaper, dearest last.
+    slots = [m for m in range(len(curve) - 1, -1, -1) if np.isfinite(curve[m]) and (m == 0 or curve[m] < curve[m - 1])]
+    for m in slots:
+        tree = table.tree(m)
+        if simulate.peak(chain, tree) <= memory:
+            return tree
+    return None
+
+
+def _trimmed(chain, tree, memory):
+    """Leaves plain what fits without recompute, the dearest first."""
+    order = sorted(range(len(tree)), key=lambda i: -chain.added_flops(tree[i : i + 1]))
+    kept = dict(enumerate(tree))
+    for i in order:
+        rest = tuple(r for k, r in kept.items() if k != i)
+        if chain.peak(rest) <= memory:
+            del kept[i]
+    return tuple(kept.values())
+
+
+def least(chain, *, limit=LIMIT, slots=SLOTS):
+    """Returns the tree with the least peak that the dynamic program finds, for the error when a budget is too small."""
+    table = frontier(chain, limit=limit, slots=slots)
+    curve = table.curve()
+    trees = [table.tree(int(m)) for m in np.flatnonzero(np.isfinite(curve))[:5]]
+    return min(trees, key=chain.peak, default=())
+
+
+def curve_of(chain, points=24):
+    """Returns the trade-off between memory and recompute as a list of (peak bytes, added FLOPs, tree), least memory first.
+
+    Args:
+        chain: A `Chain`.
+        points: About how many.
+    """
+    table = frontier(chain, limit=60, slots=200)
+    curve = table.curve()
+    slots = [m for m in range(len(curve)) if np.isfinite(curve[m]) and (m == 0 or curve[m] < curve[m - 1])]
+    chosen = sorted({slots[round(i)] for i in np.linspace(0, len(slots) - 1, points)}) if slots else []
+    found = []
+    for tree in (table.tree(m) for m in chosen):
+        found.append((chain.peak(tree), chain.added_flops(tree), tree))
+    found.append((chain.peak(()), 0.0, ()))
+    found.sort(key=lambda x: x[:2])
+    best, kept = np.inf, []
+    for size, flops, tree in found:  # what costs more and saves less is no choice
+        if flops < best:
+            best = flops
+            kept.append((size, flops, tree))
+    return kept

@@ -1,0 +1,43 @@
+"""Leaves out the segments of a tree without which the peak is no higher."""
+
+from tf_ckpt.strategies import simulate
+from tf_ckpt.strategies.tree import Range
+
+
+def without_useless(chain, tree):
+    """Returns a tree whose every segment lowers the peak; what was inside of one that is left out takes its place.
+
+    Args:
+        chain: A `Chain`.
+        tree: A tree of `Range`s.
+
+    Returns:
+        A tree of `Range`s.
+    """
+    return _trimmed(chain, 0, len(chain), tree, 0.0, simulate.peak(chain, tree))
+
+
+def _trimmed(chain, start, stop, tree, outer, peak):
+    """Trims one run, beside `outer` bytes, and then the runs inside it."""
+    changed = True
+    while changed:  # without one, another may have become useless
+        changed = False
+        for r in sorted(tree, key=lambda r: chain.flops[r.start : r.stop].sum(), reverse=True):  # the dearest first
+            rest = tuple(x for s in tree for x in (s.inside if s == r else (s,)))
+            if outer + max(m.bytes for m in simulate.run(chain, start, stop, rest)) <= peak:
+                tree, changed = rest, True
+    if not any(r.inside for r in tree):
+        return tree
+    moments, at, found = simulate.run(chain, start, stop, tree), 0, []
+    moments = moments[stop - start :]  # behind the forward run
+    k = stop
+    for r in reversed(tree):
+        if r.part:
+            found.append(r)
+            continue
+        at += k - r.stop + (start == 0 and k == stop == len(chain))  # plain stages, and the loss
+        own = simulate.run(chain, r.start, r.stop, r.inside)
+        beside = outer + moments[at].bytes - own[0].bytes
+        found.append(Range(r.start, r.stop, _trimmed(chain, r.start, r.stop, r.inside, beside, peak)))
+        at, k = at + len(own), r.start
+    return tuple(found[::-1])
