@@ -33,7 +33,7 @@ def memory_bytes(memory, plain):
         limit = device_bytes()
         if limit is None:
             raise CheckpointError(
-                "No device reports how much memory it has: say it, as bytes, \"6GiB\", or a share of the plain model's peak. "
+                'No device reports how much memory it has: say it, as bytes, "6GiB", or a share of the plain model\'s peak. '
                 "Received: memory=None"
             )
         return int((1 - MARGIN) * limit)

@@ -108,10 +108,13 @@ def is_state_scope(scope):
     return isinstance(scope, StateScope)
 
 
-def parent_scope_value(variable):
-    """Returns what the enclosing stateless scope holds for `variable`, or None."""
-    scope = global_state.get_global_attribute("stateless_scope")
-    return None if scope is None else scope.get_current_value(variable)
+def value_outside(scope, variable):
+    """Returns what the scope around `scope` holds for `variable`, or None if that is the live variable's value."""
+    outer = scope.original_scope
+    if not isinstance(outer, StateScope):
+        return outer and outer.get_current_value(variable)
+    value = outer._read(variable)
+    return None if getattr(value, "_tf_ckpt_live", False) else value
 
 
 @contextlib.contextmanager

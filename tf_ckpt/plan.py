@@ -55,6 +55,7 @@ class Plan:
             with their re-runs, the end.
         plain_moments: The same without recompute.
         curve: Pairs `(peak_bytes, overhead)` of the plans that other budgets give; empty if they are not known.
+        unknown: Types of operations whose FLOPs are not known: the elements that they make count instead.
     """
 
     strategy: str = dataclasses.field(compare=False)
@@ -69,6 +70,7 @@ class Plan:
     moments: tuple = dataclasses.field(default=(), compare=False, repr=False)
     plain_moments: tuple = dataclasses.field(default=(), compare=False, repr=False)
     curve: tuple = dataclasses.field(default=(), compare=False, repr=False)
+    unknown: tuple = dataclasses.field(default=(), compare=False, repr=False)
 
     @classmethod
     def of(cls, chain, ranges, strategy, *, weight_bytes=None, optimizer_bytes=0, curve=()):
@@ -110,6 +112,7 @@ class Plan:
             optimizer_bytes=int(optimizer_bytes),
             moments=moments,
             plain_moments=plain,
+            unknown=tuple(chain.unknown),
             curve=tuple((int(size), float(overhead)) for size, overhead in curve),
         )
 
@@ -161,6 +164,7 @@ class Plan:
                 f"{self.activation_bytes / MIB:,.1f} MiB planned.",
                 f"With {fixed}: {self.plain_peak_bytes / MIB:,.1f} MiB plain, {self.peak_bytes / MIB:,.1f} MiB planned.",
                 f"Re-runs: {100 * self.overhead:.1f} % of the plain step's FLOPs.",
+                *([f"Counted by the size of what they make: {', '.join(self.unknown)}."] if self.unknown else []),
             ):
                 console.print(line, soft_wrap=True)
         (print_fn or print)(captured.get())

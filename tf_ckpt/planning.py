@@ -114,7 +114,9 @@ def _check(strategy, batch_size, options):
         if not isinstance(target, numbers.Real) or isinstance(target, bool):
             raise TypeError(f"`target` must be a number. Received: target={target!r}")
         if not 0 < target < 1:
-            raise CheckpointError(f"`target` must be a share of the activation bytes, above 0 and below 1. Received: {target!r}")
+            raise CheckpointError(
+                f"`target` must be a share of the activation bytes, above 0 and below 1. Received: {target!r}"
+            )
         if options.get("layers") is not None:
             raise CheckpointError(f"Give `layers` or `target`, not both. Received: target={target!r} and `layers`")
     _check_count("levels", levels)

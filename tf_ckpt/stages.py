@@ -10,6 +10,7 @@ from tf_ckpt.costs import by_size, node_cost, tensor_bytes
 from tf_ckpt.errors import CheckpointWarning
 from tf_ckpt.layers.recompute import Recompute
 from tf_ckpt.strategies.chain import Chain, Tensor
+from tf_ckpt.strategies.tree import tree_of, walk
 
 
 class Stages:
@@ -71,8 +72,10 @@ class Stages:
         cache = {}
         # A `tf.function` would keep the trace that is made here, side effects left out and all.
         hidden = [keras_graph.compiled_call(node.operation) for node in self.nodes]
-        pairs = zip(self.nodes, hidden, strict=True)
-        costs = [by_size(node, batch_size) if h else node_cost(node, batch_size, cache) for node, h in pairs]
+        costs = [
+            by_size(node, batch_size) if compiled else node_cost(node, batch_size, cache, wanted)
+            for node, compiled, wanted in zip(self.nodes, hidden, self._differentiated(), strict=True)
+        ]
         n, tensors = len(self.nodes), []
         for number, (spec, producer, uses) in self._tensors.items():
             spec = spec if spec is not None else next((self._input_spec(number, s) for s in uses), None)
@@ -109,6 +112,7 @@ class Stages:
             taped_extra=np.array([c.taped_extra for c in costs], float),
             backward_extra=np.array([c.backward_extra for c in costs], float),
             shared=self._shared(),
+            unknown=tuple(sorted({kind for c in costs for kind in c.unknown})),
             **_parts(costs),
             fixed=self._fixed(costs, reach),
             joins_before=np.array([c.elementwise_start for c in costs], bool),
@@ -119,6 +123,16 @@ class Stages:
             tensors=tuple(tensors),
             batch_size=batch_size,
         )
+
+    def _differentiated(self):
+        """Returns for each stage which of its inputs a gradient is asked for: those after the first trainable weight."""
+        wanted = [[False] * len(node.inputs) for node in self.nodes]
+        for _, producer, uses in self._tensors.values():  # in the order in which they are made
+            if producer >= 0 and (any(wanted[producer]) or getattr(self.nodes[producer].operation, "trainable_weights", [])):
+                for stage, places in uses.items():
+                    for position in places:
+                        wanted[stage][position] = True
+        return [tuple(x) for x in wanted]
 
     def _shared(self):
         """Returns the stages of each layer with trainable weights that is called more than twice."""
@@ -156,6 +170,29 @@ def must_stay_plain(node):
         any(isinstance(layer, (keras.layers.Embedding, Recompute)) for layer in layers)
         or keras_graph.compiled_call(node.operation) is not None
     )
+
+
+def refusal(stages, plan):
+    """Returns why a plan that was made elsewhere does not fit a model, or "".
+
+    Args:
+        stages: The model's `Stages`, whose names are those of the plan.
+        plan: A `Plan`.
+    """
+    for r in walk(tree_of(plan.ranges())):
+        name = stages.names[r.start]
+        if r.part:
+            if not keras_graph.inner_part(stages.nodes[r.start].operation)[0]:
+                return f"there is no part inside '{name}' that can be recomputed alone"
+            continue
+        for k in range(r.start, r.stop):
+            if must_stay_plain(stages.nodes[k]):
+                return f"'{stages.names[k]}' cannot be recomputed: embeddings and `Recompute` layers never are"
+        for start, stop in stages.ranges:
+            if r.start < stop and start < r.stop and not (r.start <= start and stop <= r.stop):
+                if not (start <= r.start and r.stop <= stop):
+                    return f"its segment from '{name}' on cuts through the nested model of '{stages.names[start]}'"
+    return ""
 
 
 def _parts(costs):

@@ -109,7 +109,11 @@ class Record:
             arguments: The values of the `lifted` variables.
             inputs: Graph tensors that integer state, seeds above all, is to wait for.
         """
-        updates = {}
+        updates, begun = {}, None
+        if inputs and self._graph is not None:
+            # Random numbers need nothing but a seed: those of all segments would be drawn as soon as the step begins.
+            begun = tf.stop_gradient(zero_after(inputs[:1]))
+            begun._tf_ckpt_snapshot = True
 
         def read(variable):
             if id(variable) in updates:
@@ -120,7 +124,7 @@ class Record:
             if raw is None:
                 return None
             if id(variable) not in self.seen:
-                outside = scope.original_scope and scope.original_scope.get_current_value(variable)
+                outside = keras_graph.value_outside(scope, variable)
                 with self._home():
                     value = tf.convert_to_tensor(raw)  # also with a value from outside: it marks the variable as used
                     value._tf_ckpt_snapshot = True
@@ -136,13 +140,10 @@ class Record:
         waited = {}
 
         def waiting(seen):
-            # Random numbers need nothing but a seed: those of all segments would be drawn as soon as the step begins.
-            graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-            after = [x for x in inputs if graph is self._graph is not None and getattr(x, "graph", None) is graph]
-            if not after:
+            if begun is None or tf.compat.v1.get_default_graph() is not self._graph:
                 return seen.value
             if id(seen) not in waited:
-                waited[id(seen)] = tie(seen.value, zero_after(after[:1]))
+                waited[id(seen)] = tie(seen.value, begun)
                 waited[id(seen)]._tf_ckpt_snapshot = True
             return waited[id(seen)]
 
@@ -174,7 +175,10 @@ class Record:
             return _value_of_first_gradient_to_second(value, live)
 
         def noted(live):
-            return live if token is None else _noted(live, self.gradients)
+            if token is not None:
+                live = _noted(live, self.gradients)
+            live._tf_ckpt_live = True  # segments inside read the variable themselves
+            return live
 
         def read(variable):
             number = id(variable)

@@ -10,15 +10,13 @@ from tf_ckpt import graph as keras_graph
 from tf_ckpt.errors import CheckpointError, CheckpointWarning
 from tf_ckpt.execution import executing
 from tf_ckpt.planning import make_plan
-from tf_ckpt.stages import Stages
+from tf_ckpt.stages import Stages, refusal
 from tf_ckpt.strategies.tree import tree_of
 
 _plans = weakref.WeakKeyDictionary()  # applied model -> (plan, plain model)
 
 
-def plan(
-    model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, target=None, levels=None, optimizer=None
-):
+def plan(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, target=None, levels=None, optimizer=None):
     """Plans what to recompute, and does nothing with it yet.
 
     Args:
@@ -41,9 +39,7 @@ def plan(
         CheckpointError: If the model is no graph of layers, or the strategy or layers do not exist.
     """
     options = {"memory": memory, "layers": layers, "target": target, "levels": levels}
-    return make_plan(
-        _graph_of(model), model, strategy, batch_size=batch_size, optimizer=optimizer, curve=True, **options
-    )
+    return make_plan(_graph_of(model), model, strategy, batch_size=batch_size, optimizer=optimizer, curve=True, **options)
 
 
 def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, target=None, levels=None):
@@ -101,6 +97,11 @@ def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, 
     stages = Stages(level)
     if tuple(stages.names) != made.layers:
         raise CheckpointError(_difference(stages.names, made.layers))
+    why = refusal(stages, made)
+    if why:
+        raise CheckpointError(
+            f"The plan does not fit model '{model.name}': {why}. Received: plan of strategy {made.strategy!r}"
+        )
     if made.segments:
         applied = executing(level, stages, tree_of(made.ranges()), _Reminder(model.name))
     else:

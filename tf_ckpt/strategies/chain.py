@@ -69,6 +69,7 @@ class Chain:
         tensors: The tensors between stages.
         batch_size: Integer.
         shared: Tuples of the stages that share trainable weights, if they are more than two.
+        unknown: Types of the operations whose FLOPs are not known, so that their outputs' elements stand for them.
     """
 
     names: tuple
@@ -94,6 +95,7 @@ class Chain:
     tensors: tuple
     batch_size: int
     shared: tuple = ()
+    unknown: tuple = ()
 
     def __len__(self):
         return len(self.names)
@@ -187,8 +189,8 @@ class Chain:
         """Boolean array over cuts 0..n: False where a cut would change how something is rounded.
 
         The gradients of a tensor that three or more operations take are summed up in one order. A segment that holds
-        some of them sums its own up first; the same holds for shared weights. And a product or elementwise operation whose one reader is elementwise may
-        become one kernel with it, or share its constants, unless a cut lies between.
+        some of them sums its own up first; the same holds for shared weights. And a product or elementwise operation whose
+        one reader is elementwise may become one kernel with it, or share its constants, unless a cut lies between.
         """
         exact = np.ones(len(self) + 1, bool)
         for stages in self.shared:
