@@ -189,9 +189,9 @@ def refusal(stages, plan):
             if must_stay_plain(stages.nodes[k]):
                 return f"'{stages.names[k]}' cannot be recomputed: embeddings and `Recompute` layers never are"
         for start, stop in stages.ranges:
-            if r.start < stop and start < r.stop and not (r.start <= start and stop <= r.stop):
-                if not (start <= r.start and r.stop <= stop):
-                    return f"its segment from '{name}' on cuts through the nested model of '{stages.names[start]}'"
+            overlap = (max(r.start, start), min(r.stop, stop))
+            if overlap[0] < overlap[1] and overlap not in ((start, stop), (r.start, r.stop)):
+                return f"its segment from '{name}' on cuts through the nested model of '{stages.names[start]}'"
     return ""
 
 

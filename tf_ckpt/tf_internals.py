@@ -196,9 +196,9 @@ def _holds_state(name, definition_of):
         if any(_holds_state(x, definition_of) for x in inner):
             return True
         # A function that XLA compiles counts as stateful, whatever is inside.
-        if known is not None and known.is_stateful and node.op not in _CALLERS:
-            if not (node.op == "ReadVariableOp" and _KERAS_CONVOLUTION in name):
-                return True
+        harmless = node.op in _CALLERS or (node.op == "ReadVariableOp" and _KERAS_CONVOLUTION in name)
+        if known is not None and known.is_stateful and not harmless:
+            return True
     return False
 
 
