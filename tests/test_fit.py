@@ -105,7 +105,7 @@ def test_custom_train_step_and_metrics():
             return {**logs, "extra": self.extra}
 
     model = CASES["convolutions"]()[0]
-    trainer = Trainer(model.inputs, model.outputs)
+    trainer = Trainer(model.inputs[0], model.outputs)  # Keras 3.8 warns if a list of one meets a tensor
     trainer.extra = 3.0
     applied = tf_ckpt.apply(trainer, "full")
     assert isinstance(applied, Trainer)

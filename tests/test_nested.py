@@ -96,3 +96,17 @@ def test_parts_inside_layers(make, mode):
     assert any(s.part for s in tf_ckpt.plan_of(applied).segments)
     compare(model, applied, inputs, mode)
     assert {layer.name: set(vars(layer)) for layer in model.layers} == before
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize(("kind", "arguments"), [(L.MultiHeadAttention, (2, 4)), (L.GroupQueryAttention, (4, 4, 2))])
+def test_the_same_attention_with_scores_and_without(kind, arguments, mode):
+    layer, inputs = kind(*arguments), keras.Input((6, 8))
+    y = L.LayerNormalization()(inputs)
+    x = L.Add()([inputs, layer(y, y)])
+    y = L.LayerNormalization()(x)
+    y = keras.tree.flatten(layer(y, y, return_attention_scores=True))[0]  # Keras 3.8's grouped one shows no scores
+    model = keras.Model(inputs, L.Dense(3)(L.Add()([x, y])))
+    applied = tf_ckpt.apply(model, parts)
+    assert (layer.name,) in [s.layers for s in tf_ckpt.plan_of(applied).segments if s.part]
+    compare(model, applied, [numbers(4, 6, 8)], mode)

@@ -440,12 +440,33 @@ def part_order(operation, args):
     if isinstance(operation, _CORES) and len(args) > 2:
         first = [2, 0, 1]
         if isinstance(operation, keras.layers.MultiHeadAttention):
-            scores = any(x is True for x in args[5:6]) or getattr(operation, "_return_attention_scores", False)
+            scores = any(x is True for x in args[5:6]) or getattr(operation, _SCORES, False)
             first = [2, 1, 0] if operation._dropout > 0 or scores else first  # Keras' own product, of key and query
     return first + list(range(len(first), len(args)))
 
 
 _part_lock = threading.RLock()
+_SCORES = "_return_attention_scores"
+
+
+def _as_called(operation, function):
+    """Returns an attention layer's inner function, such that a re-run is asked for what the present call is asked for.
+
+    `GroupQueryAttention`, and `MultiHeadAttention` of older Keras, tell it by an attribute whether to return scores, and
+    another call of the layer may have set that since.
+    """
+    scores = operation.__dict__[_SCORES]
+
+    def call(*args, **kwargs):
+        with _part_lock:
+            own = operation.__dict__
+            before, own[_SCORES] = own[_SCORES], scores
+            try:
+                return function(*args, **kwargs)
+            finally:
+                own[_SCORES] = before
+
+    return call
 
 
 @contextlib.contextmanager
@@ -463,7 +484,15 @@ def part_replaced(operation, attribute, make):
     with _part_lock:  # two threads that replace the same function would put back each other's
         own = operation.__dict__
         before = own.get(attribute, _part_lock)
-        own[attribute] = make(getattr(operation, attribute))
+        function = getattr(operation, attribute)
+        if _SCORES in own:
+
+            def replacement(*args, **kwargs):
+                return make(_as_called(operation, function))(*args, **kwargs)
+
+            own[attribute] = replacement
+        else:
+            own[attribute] = make(function)
         try:
             yield
         finally:

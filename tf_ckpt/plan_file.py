@@ -118,6 +118,7 @@ class _Reader:
             moments=tuple(self._take(content, "moments", _sizes, "a list of bytes")),
             plain_moments=tuple(self._take(content, "plain_moments", _sizes, "a list of bytes")),
             curve=tuple((size, float(overhead)) for size, overhead in pairs),
+            unknown=tuple(self._take(content, "unknown", _texts, "a list of operation types")),
             **{key: self._take(content, key, _size, "a whole number, 0 or more") for key in sizes},
         )
 
@@ -168,6 +169,10 @@ def _size(value):
 
 def _number(value):
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e300  # not NaN either
+
+
+def _texts(value):
+    return isinstance(value, list) and all(isinstance(x, str) for x in value)
 
 
 def _sizes(value):

@@ -11,7 +11,7 @@ import numpy as np
 
 from tf_ckpt.budgets import memory_bytes, optimizer_bytes, variable_bytes
 from tf_ckpt.errors import CheckpointError
-from tf_ckpt.plan import MIB, Plan
+from tf_ckpt.plan import ALLOCATOR, MIB, Plan
 from tf_ckpt.stages import Stages
 from tf_ckpt.strategies import budget, full, recursive, selective, sqrt
 from tf_ckpt.strategies.budget import curve_of, least
@@ -20,6 +20,7 @@ from tf_ckpt.strategies.tree import Range
 
 STRATEGIES = ("sqrt", "selective", "full", "budget", "recursive", "none")
 _DEFAULT_BATCH = 32
+_CAUTION = 1.04  # a budget is kept, so that it is planned for what the allocator loses at worst
 _GOES_WITH = {"layers": "selective", "target": "selective", "memory": "budget", "levels": "recursive"}
 
 
@@ -53,7 +54,7 @@ def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=
     ranges = _named(chain, strategy, chosen, sum(fixed.values()), options)
     if curve and len(chain) > 1:
         held = sum(fixed.values())
-        fixed["curve"] = [(held + size, flops / chain.step_flops) for size, flops, _ in curve_of(chain)]
+        fixed["curve"] = [(held + ALLOCATOR * size, flops / chain.step_flops) for size, flops, _ in curve_of(chain)]
     return Plan.of(chain, ranges, strategy, **fixed)
 
 
@@ -81,11 +82,12 @@ def _named(chain, strategy, chosen, held, options):
 
 
 def _budget(chain, memory, held):
-    most = memory_bytes(memory, held + chain.peak([])) - held
-    ranges = budget(chain, most) if most > 0 else None
+    most = memory_bytes(memory, held + ALLOCATOR * chain.peak([])) - held
+    ranges = budget(chain, most / (ALLOCATOR * _CAUTION)) if most > 0 else None
     if ranges is None:
         tree = least(chain)
-        size, flops = (held + chain.peak(tree)) / MIB, 100 * chain.added_flops(tree) / max(chain.step_flops, 1)
+        size = (held + ALLOCATOR * _CAUTION * chain.peak(tree)) / MIB
+        flops = 100 * chain.added_flops(tree) / max(chain.step_flops, 1)
         raise CheckpointError(
             f"No plan fits. The least that any plan needs is {size:,.1f} MiB, {held / MIB:,.1f} MiB of it weights and "
             f"optimizer, at {flops:.1f} % more FLOPs. Give more memory, or a smaller batch size than {chain.batch_size}. "

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tf_ckpt import graph as keras_graph
 from tf_ckpt import inspection, tf_internals
 from tf_ckpt.errors import CheckpointError
-from tf_ckpt.state import Record, tie, zero_after
+from tf_ckpt.state import Record, take_weight_gradients, tie, zero_after
 
 _local = threading.local()
 _NAME = (
@@ -112,6 +112,16 @@ def _is_tensor(leaf):
     return tf.is_tensor(leaf) and not isinstance(leaf, tf.Variable) and not keras_graph.is_variable(leaf)
 
 
+def can_run(leaves):
+    """Returns False where recompute has nothing to do: it is disabled, Keras asks for shapes only, or no tape records."""
+    return not (
+        getattr(_local, "disabled", False)
+        or any(keras_graph.is_symbolic(x) for x in leaves)
+        or keras_graph.in_symbolic_scope()
+        or (tf.executing_eagerly() and not tf_internals.tape_is_active())
+    )
+
+
 def run(fn, args, kwargs, name, memo=None, logits=True):
     """Calls `fn(*args, **kwargs)` under recompute.
 
@@ -127,12 +137,7 @@ def run(fn, args, kwargs, name, memo=None, logits=True):
         What `fn` returns.
     """
     leaves = tf.nest.flatten((args, kwargs), expand_composites=True)
-    if (
-        getattr(_local, "disabled", False)
-        or any(keras_graph.is_symbolic(x) for x in leaves)
-        or keras_graph.in_symbolic_scope()
-        or (tf.executing_eagerly() and not tf_internals.tape_is_active())
-    ):
+    if not can_run(leaves):
         return fn(*args, **kwargs)
     memo = memo or inspection.memo_of(fn)
     signature = inspection.signature(leaves, keras_graph.current_training())
@@ -186,16 +191,13 @@ class _Run:
     def __call__(self):
         inputs = [self.leaves[places[0]] for places in self.places] + self.lifted
         eager = tf.executing_eagerly()
-        given = inputs
-        if inputs and not eager:
-            inputs = _in_order(inputs, self.record)
 
         def body(token, *inputs):
             return self._body(token, *inputs)
 
         body.__name__ = _NAME.format(self.name)  # it stands in TensorFlow's own error
         outputs = tf.recompute_grad(body)(tf.zeros([]), *inputs)
-        known = [*given, *inputs, *self.record.values(), *(x for x in self.leaves if _is_tensor(x))]
+        known = [*inputs, *self.record.values(), *(x for x in self.leaves if _is_tensor(x))]
         for tensor in self.watched.captured(known):
             if tf_internals.is_watched(tensor) or not (eager or not tf_internals.may_be_differentiated(tensor)):
                 raise inspection.RunPlain(
@@ -362,33 +364,13 @@ def _carry_mask(source, target, token):
         keras_graph.set_keras_mask(target, tie(mask, token) if tf.is_tensor(mask) else mask)
 
 
-def _in_order(inputs, record):
-    """Passes inputs on, and notes the gradients of a segment's weights when its backward pass is done.
-
-    What a segment makes anew is held until its weights' gradients are there, and nothing else would keep the re-run of the
-    segment before from starting earlier: its token waits for them. (Graph optimisers drop control dependencies.)
-    """
-
-    @tf.custom_gradient
-    def gate(*inputs):
-        def gradient(*upstream):
-            here = tf.compat.v1.get_default_graph()
-            made = [x for x in record.gradients if getattr(x, "graph", None) is here]
-            here._tf_ckpt_waits = [*getattr(here, "_tf_ckpt_waits", ()), *made]
-            return upstream
-
-        return [tf.identity(x) for x in inputs], gradient
-
-    return list(gate(*inputs))
-
-
 def _join(outputs, read_backward, check):
     """Passes outputs on, and makes the token's gradient depend on the gradients of all of them.
 
     `tf.recompute_grad` waits for the gradient of its first output only. The token also waits for the forward's own
     outputs: where the upstream gradient is a constant (a loss that is a plain sum), nothing else would keep the re-run
     from being merged with the forward run. And it reads what the backward pass of the plain model reads, see
-    `Watched.read_backward`.
+    `Watched.read_backward`. Last, it waits for the gradients of later layers' weights: see `state.noted`.
 
     Args:
         outputs: The token and the outputs of the recomputed function.
@@ -411,9 +393,7 @@ def _join(outputs, read_backward, check):
             upstream = [tf.convert_to_tensor(x) for x in upstream]
             if eager:
                 return (tf.zeros([]), *upstream)
-            here = tf.compat.v1.get_default_graph()
-            waits, here._tf_ckpt_waits = getattr(here, "_tf_ckpt_waits", ()), ()
-            return (zero_after([*upstream, *waits]) + seen, *upstream)
+            return (zero_after([*upstream, *take_weight_gradients()]) + seen, *upstream)
 
         return [tf.identity(x) for x in outputs], gradient
 

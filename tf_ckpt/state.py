@@ -24,18 +24,33 @@ def _value_of_first_gradient_to_second(value, variable_value):
     return tf.identity(value), lambda upstream: (None, upstream)
 
 
-def _noted(tensor, gradients):
-    """Passes a tensor on, and appends its gradient to a list once there is one."""
+def noted(tensor):
+    """Passes a weight's value on, and notes its gradient with the graph once there is one.
+
+    What a segment makes anew is held until its weights' gradients are there. Nothing else would keep the re-run of the
+    segment before from starting earlier, with all of it in memory, so its token waits for them. (Graph optimisers drop
+    control dependencies.)
+    """
 
     @tf.custom_gradient
     def identity(tensor):
         def gradient(upstream):
-            gradients.append(upstream)
+            graph = tf.compat.v1.get_default_graph()
+            graph._tf_ckpt_waits = [*getattr(graph, "_tf_ckpt_waits", ()), upstream]
             return upstream
 
         return tf.identity(tensor), gradient
 
-    return identity(tensor)
+    tensor = identity(tensor)
+    tensor._tf_ckpt_live = True  # segments inside read the variable themselves
+    return tensor
+
+
+def take_weight_gradients():
+    """Returns the gradients that were noted in the present graph since the last time."""
+    graph = tf.compat.v1.get_default_graph()
+    waits, graph._tf_ckpt_waits = getattr(graph, "_tf_ckpt_waits", ()), ()
+    return [x for x in waits if getattr(x, "graph", None) is graph]
 
 
 def tie(tensor, token):
@@ -93,7 +108,6 @@ class Record:
         self.updates = {}
         self.losses = []
         self.changed_inside = None
-        self.gradients = []  # of weights, as the last re-run's backward pass made them
         self.surroundings = keras_graph.Surroundings()
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
@@ -165,20 +179,16 @@ class Record:
     def rerun(self, arguments, token):
         """The scope of a re-run: reads give what the forward run saw, updates and losses are dropped."""
         updates, tied = {}, {}
-        self.gradients = []
         if token is not None:
             token = tf.stop_gradient(token)
         home = contextlib.nullcontext if tf.executing_eagerly() else tf.compat.v1.get_default_graph().as_default
 
         def weight(seen, value):
-            live = noted(tf.convert_to_tensor(seen.raw))
-            return _value_of_first_gradient_to_second(value, live)
+            return _value_of_first_gradient_to_second(value, live(seen))
 
-        def noted(live):
-            if token is not None:
-                live = _noted(live, self.gradients)
-            live._tf_ckpt_live = True  # segments inside read the variable themselves
-            return live
+        def live(seen):
+            value = tf.convert_to_tensor(seen.raw)
+            return value if token is None else noted(value)
 
         def read(variable):
             number = id(variable)
@@ -192,7 +202,7 @@ class Record:
                 return None
             if seen.weight:
                 if number not in self.updates and seen.untouched():
-                    return noted(tf.convert_to_tensor(seen.raw))
+                    return None if token is None else live(seen)
                 return weight(seen, seen.value)
             if number in self.updates or not seen.value.dtype.is_floating:
                 if number not in tied:
