@@ -6,6 +6,7 @@ BatchNorm that keeps most of its bytes in its first layers. All are plain functi
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import keras
@@ -41,6 +42,31 @@ def transformer(blocks=12, width=256, heads=4, inner=1024, length=256, dropout=0
 
 def resnet50(size=224):
     return keras.applications.ResNet50(weights=None, input_shape=(size, size, 3), classifier_activation=None)
+
+
+def unet(size=128, width=16, depth=4):
+    """Ronneberger et al. 2015, small: what each level keeps crosses all deeper ones."""
+    inputs = x = keras.Input((size, size, 3))
+
+    def block(x, filters):
+        for _ in range(2):
+            x = L.ReLU()(L.BatchNormalization()(L.Conv2D(filters, 3, padding="same", use_bias=False)(x)))
+        return x
+
+    skips = []
+    for level in range(depth):
+        skips.append(block(x, width * 2**level))
+        x = L.MaxPooling2D()(skips[-1])
+    x = block(x, width * 2**depth)
+    for level in reversed(range(depth)):
+        x = L.Conv2DTranspose(width * 2**level, 2, strides=2)(x)
+        x = block(L.Concatenate()([skips[level], x]), width * 2**level)
+    return keras.Model(inputs, L.Conv2D(4, 1)(x), name="unet")
+
+
+def application(name, size):
+    kind = getattr(keras.applications, name)
+    return lambda: kind(weights=None, input_shape=(size, size, 3), classifier_activation=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +130,17 @@ MODELS = {
     "transformer": Workload(transformer, 8, _classes, {"sqrt": 0.30}),
     "resnet50": Workload(resnet50, 8, _classes),
     "resnet50-b16": Workload(resnet50, 16, _classes, {"sqrt": 0.50}),
+    "transformer-1024": Workload(functools.partial(transformer, length=1024), 2, _classes),
+    "densenet121": Workload(application("DenseNet121", 224), 8, _classes),
+    "mobilenetv2": Workload(application("MobileNetV2", 224), 16, _classes),
+    "unet": Workload(unet, 16, _classes),
 }
 
 
-def option_parser(description, models=tuple(MODELS), strategies=STRATEGIES):
+DEFAULT = ("mlp", "transformer", "resnet50", "resnet50-b16")
+
+
+def option_parser(description, models=DEFAULT, strategies=STRATEGIES):
     """Returns a parser with the options that all benchmarks have, and these defaults."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
