@@ -713,7 +713,7 @@ def test_equal_blocks_are_traced_once(traced):
         x = L.Add()([x, L.Dropout(0.1)(y)])
     chain = chain_of(keras.Model(inputs, x))
     assert len(chain) == 25
-    assert len(traced) == 5
+    assert len(traced) == 5 + 2  # the first block's attention and sum take data, to which no gradient flows
     np.testing.assert_array_equal(chain.flops[:5], chain.flops[-5:])
 
 

@@ -134,3 +134,25 @@ def test_a_plan_of_another_model_that_has_the_same_names():
     assert made.segments[0].part == "activation"
     with pytest.raises(tf_ckpt.CheckpointError, match="no part inside 'middle'"):
         tf_ckpt.apply(net(L.LayerNormalization(name="middle")), made)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("more", [True, False])
+def test_a_function_that_returns_something_else_when_it_is_run_again(more, mode):
+    runs = []
+
+    def function(x):
+        runs.append(None)
+        y = tf.tanh(x)
+        return (y, tf.sin(x)) if (len(runs) % 2 == 0) == more else (y,)
+
+    recomputed = tf_ckpt.recompute(function)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = sum(tf.reduce_sum(y) for y in recomputed(x))
+        return tape.gradient(loss, x)
+
+    with pytest.raises(tf_ckpt.CheckpointError, match="returned something else when it was run again"):
+        (step if mode == "eager" else tf.function(step, autograph=False))(tf.constant([1.0, 2.0]))

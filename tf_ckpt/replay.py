@@ -281,6 +281,7 @@ class _Run:
             raise inspection.RunAgain
         self.result = result, [_FLOAT if _differentiable(x) else x for x in flat], masks, list(behind)
         self.raw_reads = self._raw_reads()
+        self.kinds = [(x.dtype, x.shape) for x in outputs]
         self.done = True
         return (tf.zeros([]), *outputs)
 
@@ -342,7 +343,17 @@ class _Run:
             result = self._call(inputs, token)
             losses = [loss for _, loss in scope.owned_losses()]
         floats, behind = self._floats(tf.nest.flatten(result, expand_composites=True))
-        return (tf.zeros([]), *floats, *behind.values(), *losses)
+        outputs = [*floats, *behind.values(), *losses]
+        kinds = [(x.dtype, x.shape) for x in outputs]
+        if len(kinds) != len(self.kinds) or any(
+            a != b or not x.is_compatible_with(y) for (a, x), (b, y) in zip(kinds, self.kinds, strict=True)
+        ):
+            raise CheckpointError(
+                f"'{self.name}' returned something else when it was run again, which would make its gradients wrong: it "
+                "must depend on its arguments and on Keras variables only. Received: float results of "
+                f"{[(a.name, tuple(x)) for a, x in kinds]}, in the forward run {[(a.name, tuple(x)) for a, x in self.kinds]}"
+            )
+        return (tf.zeros([]), *outputs)
 
     def _floats(self, flat):
         """Returns the float ones among results, and the logits behind them, by position."""
