@@ -623,7 +623,7 @@ def test_the_gradient_of_a_large_head_is_held_beside_activations():
     model = keras.Model(inputs, head(L.Flatten()(L.AveragePooling2D(2)(x))))
     activations, gradient = 4 * BATCH * 16 * 16 * 8 * FLOAT, int(np.prod(head.kernel.shape)) * FLOAT
     pooled = BATCH * 8 * 8 * 8 * FLOAT
-    peak = tf_ckpt.plan(model, "none", batch_size=BATCH).plain_activation_bytes
+    peak = chain_of(model).peak([])
     gradients = 2 * BATCH * 16 * 16 * 8 * FLOAT  # of what the last convolution makes and takes
     assert activations + gradient <= peak <= activations + gradient + pooled + gradients + 2**12
 
