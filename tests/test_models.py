@@ -37,8 +37,12 @@ MODELS = {
 }
 
 
+# `make test` leaves out what takes longest to trace; `make test-all` runs everything.
+LARGE = {"DenseNet121", "EfficientNetB0"}
+
+
 @pytest.mark.parametrize("strategy", ["sqrt", pytest.param("full", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] if x in LARGE else []) for x in MODELS])
 def test_one_step_equals_plain(name, strategy):
     model = MODELS[name]()
     rng = np.random.default_rng(0)
