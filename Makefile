@@ -28,6 +28,9 @@ PINS := $(patsubst %,%==$(NEWEST_TENSORFLOW),$(patsubst cpu,tensorflow-cpu,$(pat
         keras==$(NEWEST_KERAS)
 endif
 
+# Tests run in as many processes as there are cores: most of their time is tracing, which takes one.
+PYTEST := -m pytest --numprocesses $(shell nproc 2>/dev/null || echo 2) --dist worksteal
+
 # A backend chosen in ~/.keras/keras.json would be another one; TensorFlow's start-up notes bury what we print.
 export KERAS_BACKEND := tensorflow
 export TF_CPP_MIN_LOG_LEVEL ?= 2
@@ -44,13 +47,13 @@ example: $(READY)  ## train a ResNet on real images, plain and checkpointed
 	$(VENV)/bin/python examples/fit_resnet.py $(ARGS)
 
 test: $(READY)  ## run the tests that CI runs, on the newest TensorFlow and Keras
-	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
+	$(VENV)/bin/python $(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(READY)  ## run all tests, the slow ones too
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python $(PYTEST) $(ARGS)
 
 test-oldest: $(READY_OLDEST)  ## run the tests that CI runs, on the oldest supported pair
-	$(VENV_OLDEST)/bin/python -m pytest -m "not slow" $(ARGS)
+	$(VENV_OLDEST)/bin/python $(PYTEST) -m "not slow" $(ARGS)
 
 lint: $(READY)  ## check style, change nothing
 	$(VENV)/bin/ruff check .

@@ -3,7 +3,7 @@
 import keras
 import pytest
 from cases import CASES, numbers, tokens
-from helpers import MODES, compare, thirds
+from helpers import compare, thirds
 
 import tf_ckpt
 from tf_ckpt.strategies import Range
@@ -45,7 +45,7 @@ def test_segments_within_segments(case, mode):
     compare(model, tf_ckpt.apply(model, halves), inputs, mode, training)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SLOW_XLA)
 def test_levels_under_dropout(mode):
     inputs = x = keras.Input((8,))
     for k in range(8):
