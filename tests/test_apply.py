@@ -91,6 +91,11 @@ MODELS = {
 }
 
 
+def named(value):
+    """The name of a case: the same in each process, as no address is."""
+    return getattr(value, "__name__", str(value))
+
+
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_all_that_can_be_seen_is_the_same(make):
     model = make()
@@ -586,7 +591,7 @@ def test_summary_of_a_plan(capsys):
         (lambda layer: layer.units == 2, [("head",)]),
         (lambda layer: layer.name in ("d0", "d1", "d5"), [("d0", "d1"), ("d5",)]),
     ],
-    ids=str,
+    ids=named,
 )
 def test_selective_layers(layers, segments):
     assert names_of(tf_ckpt.plan(mlp(), "selective", layers=layers)) == segments
@@ -609,7 +614,7 @@ def test_selective_by_layer_object():
         (["b*"], [("before",), ("between",)]),
         (lambda layer: isinstance(layer, (L.Dropout, L.BatchNormalization)), [("outer/norm", "outer/drop")]),
     ],
-    ids=str,
+    ids=named,
 )
 def test_selective_inside_nested_models(layers, segments):
     model = block()
@@ -646,7 +651,7 @@ def test_selective_by_target():
         ([L.Conv2D], r"No layer of the model matches .*Conv2D"),
         (lambda layer: False, r"No layer of the model matches the predicate layers=<function"),
     ],
-    ids=str,
+    ids=named,
 )
 def test_selective_says_what_was_meant(layers, message):
     inside = keras.Input((4, 8))
