@@ -92,8 +92,8 @@ MODELS = {
 
 
 def named(value):
-    """The name of a case: the same in each process, as no address is."""
-    return getattr(value, "__name__", str(value))
+    """The name of a case: the same in each process, as no address and no order of a set is."""
+    return getattr(value, "__name__", str(sorted(value) if isinstance(value, set) else value))
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
