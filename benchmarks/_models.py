@@ -12,6 +12,7 @@ from collections.abc import Callable
 import keras
 import numpy as np
 import tensorflow as tf
+from rich.console import Console
 
 import tf_ckpt
 
@@ -163,3 +164,12 @@ def positive(text):
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be a positive whole number. Received: {text!r}")
     return value
+
+
+def report(table, missed, width):
+    """Prints a table and the bounds that were missed, and returns the exit status."""
+    console = Console(width=width)
+    console.print(table)
+    for line in missed:
+        console.print(f"Missed: {line}", markup=False)
+    return 1 if missed else 0

@@ -22,9 +22,8 @@ import time
 
 import keras
 import numpy as np
-from _models import positive, resnet50
+from _models import positive, report, resnet50
 from _schedule import cheapest
-from rich.console import Console
 from rich.table import Table
 
 from tf_ckpt import graph
@@ -125,13 +124,10 @@ def main():
     headings = ("MiB", "of plain", '"budget" adds', "optimum", "ratio", "any", "seconds", "solvers' seconds")
     for heading in headings:
         table.add_column(heading, justify="right")
-    console, missed = Console(width=128), []
+    missed = []
     for name in arguments.models:
         missed += compare(name, arguments, table)
-    console.print(table)
-    for line in missed:
-        console.print(f"Missed: {line}", markup=False)
-    return 1 if missed else 0
+    return report(table, missed, 128)
 
 
 if __name__ == "__main__":

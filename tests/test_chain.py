@@ -1,5 +1,6 @@
 """`Chain`, the arithmetic that strategies plan on, checked on chains made by hand and against a simulation."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -166,6 +167,11 @@ def uses(producer, *pairs, **more):
 )
 def test_exact_cuts(chain, inexact):
     assert list(np.flatnonzero(~chain.exact_cuts)) == inexact
+
+
+def test_weights_of_more_than_two_calls_are_summed_up_in_one_order():
+    chain = dataclasses.replace(make(6, [tensor(k, k + 1) for k in range(6)]), shared=((1, 2, 4),))
+    assert list(np.flatnonzero(~chain.exact_cuts)) == [2, 3, 4]
 
 
 # --- FLOPs ------------------------------------------------------------------------------------------------------------

@@ -35,12 +35,12 @@ def test_a_constant_that_two_segments_share(mode):
 
 def test_fit_with_a_regularizer_that_two_layers_share():
     losses = []
-    for strategy in ("none", "full"):
+    for strategy in ("none", lambda chain: [(0, 2), (2, 4)]):
         keras.utils.set_random_seed(3)
-        regularizer = keras.regularizers.L2(0.01)
+        regularizer = keras.regularizers.L1(0.01)
         inputs = x = keras.Input((8,))
         for _ in range(6):
-            x = L.Dense(8, activation="tanh", activity_regularizer=regularizer)(x)
+            x = L.Dense(8, activation="gelu", activity_regularizer=regularizer)(x)
         model = tf_ckpt.apply(keras.Model(inputs, L.Dense(2)(x)), strategy)
         model.compile("sgd", "mse", jit_compile=False)
         losses.append(model.fit(numbers(16, 8), numbers(16, 2), epochs=2, verbose=0, shuffle=False).history["loss"])

@@ -20,7 +20,7 @@ from tf_ckpt.strategies.tree import Range
 
 STRATEGIES = ("sqrt", "selective", "full", "budget", "recursive", "none")
 _DEFAULT_BATCH = 32
-_CAUTION = 1.04  # a budget is kept, so that it is planned for what the allocator loses at worst
+_CAUTION = 1.04  # a budget is to be kept, and allocators often lose more than `ALLOCATOR` says
 _GOES_WITH = {"layers": "selective", "target": "selective", "memory": "budget", "levels": "recursive"}
 
 

@@ -34,7 +34,7 @@ def choose_cuts(chain, limit, exact=True):
         ]
         order = np.argsort(price, kind="stable")
         gone, blocked = set(), set()
-        for i in order[: max(1, (len(cuts) - 1 - limit) // 2 or 1)]:
+        for i in order[: max(1, (len(cuts) - 1 - limit) // 2)]:
             if i not in blocked:
                 gone.add(int(i) + 1)
                 blocked |= {i - 1, i, i + 1}

@@ -1,0 +1,172 @@
+"""Memory as users say it, down to a model that keeps a budget; and the order in which its graph runs."""
+
+import itertools
+
+import keras
+import pytest
+import tensorflow as tf
+from cases import numbers
+from helpers import compare
+
+import tf_ckpt
+from tf_ckpt import CheckpointError, budgets
+from tf_ckpt.strategies.tree import depth
+
+L = keras.layers
+MIB = 2**20
+
+
+def net(depth=12, width=32):
+    inputs = x = keras.Input((width,))
+    for _ in range(depth):
+        x = L.LayerNormalization()(L.Dense(width, activation="gelu")(x))
+    return keras.Model(inputs, L.Dense(2)(x))
+
+
+@pytest.mark.parametrize(
+    ("memory", "size"),
+    [
+        (3 * MIB, 3 * MIB),
+        ("6GiB", 6 * 2**30),
+        (" 800 MB", 800 * 10**6),
+        ("1.5kib", 1536),
+        ("77", 77),
+        (0.5, 500),
+        (2e6, 2000000),
+    ],
+)
+def test_sizes(memory, size):
+    assert budgets.memory_bytes(memory, 1000) == size
+
+
+@pytest.mark.parametrize("memory", ["six", "6 GiX", "", "-3MB", 0, -5, float("nan"), float("inf")])
+def test_no_sizes(memory):
+    with pytest.raises(CheckpointError, match="Received: memory="):
+        tf_ckpt.plan(net(2), "budget", memory=memory)
+
+
+@pytest.mark.parametrize("memory", [True, [1], b"6GiB"])
+def test_sizes_of_a_wrong_type(memory):
+    with pytest.raises(TypeError, match="Received: memory="):
+        tf_ckpt.plan(net(2), "budget", memory=memory)
+
+
+def test_the_memory_of_a_simulated_device(monkeypatch):
+    monkeypatch.setenv("TF_CPU_BFC_MEM_LIMIT_IN_MB", "100")
+    assert budgets.memory_bytes(None, 1000) == int(0.92 * 100 * MIB)
+    monkeypatch.delenv("TF_CPU_BFC_MEM_LIMIT_IN_MB")
+    with pytest.raises(CheckpointError, match="No device reports"):
+        tf_ckpt.plan(net(2), "budget")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "slots"), [("adam", 2), (keras.optimizers.SGD(0.1), 0), (keras.optimizers.SGD(0.1, momentum=0.9), 1)]
+)
+def test_slots_of_an_optimizer(optimizer, slots):
+    model = net(3)
+    weights = budgets.variable_bytes(model.trainable_variables)
+    assert weights == sum(4 * int(tf.size(v)) for v in model.trainable_variables)
+    assert budgets.optimizer_bytes(model, optimizer) == slots * weights
+    assert tf_ckpt.plan(model, "sqrt", optimizer=optimizer).optimizer_bytes == slots * weights
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+def test_a_budget_is_kept_on_paper_with_room_for_the_allocator(share):
+    plan = tf_ckpt.plan(net(), "budget", memory=share, batch_size=1024, optimizer="sgd")
+    held = plan.weight_bytes + plan.optimizer_bytes
+    memory = int(share * (held + plan.plain_activation_bytes))
+    assert held + 1.04 * plan.activation_bytes <= memory + 2
+    assert plan.overhead > 0
+
+
+def test_less_memory_costs_no_less():
+    overheads = [tf_ckpt.plan(net(), "budget", memory=m, batch_size=1024).overhead for m in (0.99, 0.8, 0.6, 0.4)]
+    assert overheads == sorted(overheads)
+
+
+def test_a_budget_that_nothing_fits():
+    model = net()
+    with pytest.raises(CheckpointError, match=r"No plan fits\. The least .* MiB of it weights .*Received: memory=1000"):
+        tf_ckpt.apply(model, "budget", memory=1000)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("budget", {"memory": 0.5}), ("recursive", {}), ("recursive", {"levels": 2})]
+)
+def test_training_is_that_of_the_plain_model(strategy, options):
+    model = net()
+    applied = tf_ckpt.apply(model, strategy, batch_size=1024, **options)
+    assert tf_ckpt.plan_of(applied).segments
+    assert depth(tf_ckpt.plan_of(applied).ranges()) <= options.get("levels", 9)
+    compare(model, applied, [numbers(8, 32)], "graph", steps=1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("sqrt", {"memory": 0.5}),
+        ("budget", {"memory": 0.5, "levels": 2}),
+        ("full", {"target": 0.5}),
+        ("budget", {"layers": ["a"]}),
+    ],
+)
+def test_options_of_other_strategies(strategy, options):
+    with pytest.raises(CheckpointError, match=r"goes with strategy=.*Received: strategy="):
+        tf_ckpt.apply(net(2), strategy, **options)
+
+
+@pytest.mark.parametrize("options", [{"levels": 0}, {"levels": 1.5}, {"levels": True}])
+def test_wrong_levels(options):
+    with pytest.raises((CheckpointError, TypeError), match="Received: levels="):
+        tf_ckpt.plan(net(2), "recursive", **options)
+
+
+@pytest.mark.parametrize("target", [0, 1, 1.5, -0.1, "half", True])
+def test_wrong_targets(target):
+    with pytest.raises((CheckpointError, TypeError), match="Received: "):
+        tf_ckpt.plan(net(2), "selective", target=target)
+
+
+# --- what waits for what ----------------------------------------------------------------------------------------------
+
+
+def ancestors(operation):
+    """The names of all operations that one needs. `IdentityN` is taken apart, as graph optimisers do."""
+    found, seen, queue = set(), set(), list(operation.inputs)
+    while queue:
+        tensor = queue.pop()
+        if tensor.name not in seen:
+            seen.add(tensor.name)
+            found.add(tensor.op.name)
+            inputs = tensor.op.inputs
+            queue += [inputs[tensor.value_index]] if tensor.op.type == "IdentityN" else list(inputs)
+    return found
+
+
+def graph_of(model):
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x, training=True) ** 2)
+        return tape.gradient(loss, [v.value for v in model.trainable_variables])
+
+    return tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec((4, 8))).graph.get_operations()
+
+
+def test_what_segments_wait_for():
+    """Random numbers for the segment's input, and a re-run for the weight gradients of the segment behind."""
+    inputs = x = keras.Input((8,))
+    for k in range(3):
+        x = L.Dropout(0.5, seed=k, name=f"drop{k}")(L.Dense(8, name=f"dense{k}")(x))
+    model = tf_ckpt.apply(keras.Model(inputs, L.Dense(2, name="head")(x)), lambda chain: [(0, 2), (2, 4), (4, 6)])
+    operations = graph_of(model)
+    for first, second in itertools.pairwise(range(3)):
+        drawn = [op for op in operations if f"forward/drop{second}" in op.name or f"forward/dense{second}.." in op.name]
+        drawn = [op for op in drawn if op.type.startswith("StatelessRandomUniform")]
+        made = [op.name for op in operations if op.type == "MatMul" and f"tf_ckpt_forward/dense{first}.." in op.name]
+        assert len(drawn) == len(made) == 1
+        assert made[0] in ancestors(drawn[0])
+        again = [op for op in operations if op.type == "MatMul" and op.name.startswith(f"tf_ckpt_recompute/dense{first}..")]
+        behind = (op.name for op in operations if op.name.startswith(f"gradient_tape/tf_ckpt_recompute/dense{second}.."))
+        weights = [name for name in behind if name.endswith("/MatMul/MatMul_1")]  # TensorFlow makes it after the input's
+        assert len(again) == len(weights) == 1
+        assert weights[0] in ancestors(again[0])
