@@ -20,7 +20,7 @@ import tensorflow as tf
 from tf_ckpt import graph as keras_graph
 from tf_ckpt import inspection, tf_internals
 from tf_ckpt.errors import CheckpointError
-from tf_ckpt.state import Record, take_weight_gradients, tie, zero_after
+from tf_ckpt.state import Record, keep, take_weight_gradients, tie, zero_after
 
 _local = threading.local()
 _NAME = (
@@ -338,6 +338,8 @@ class _Run:
             token = None  # nothing merges anything there
         else:
             token = tf.stop_gradient(token)
+            readers = inspection.Readers()
+            inputs = _watch_end(inputs, readers)
         lifted = inputs[len(self.places) :]
         with _recomputing(1), self.record.rerun(lifted, token) as scope:
             result = self._call(inputs, token)
@@ -353,6 +355,8 @@ class _Run:
                 "must depend on its arguments and on Keras variables only. Received: float results of "
                 f"{[(a.name, tuple(x)) for a, x in kinds]}, in the forward run {[(a.name, tuple(x)) for a, x in self.kinds]}"
             )
+        if token is not None:
+            readers.end(outputs)
         return (tf.zeros([]), *outputs)
 
     def _floats(self, flat):
@@ -373,6 +377,35 @@ def _carry_mask(source, target, token):
     mask = keras_graph.get_keras_mask(source)
     if mask is not None and target is not source:
         keras_graph.set_keras_mask(target, tie(mask, token) if tf.is_tensor(mask) else mask)
+
+
+def _watch_end(inputs, readers):
+    """Passes a re-run's inputs on, and gives its tensors the readers back that they have in the plain graph.
+
+    That is done when the gradients of all inputs are there, so when the backward pass has made all its operations.
+
+    Args:
+        inputs: List of tensors.
+        readers: `inspection.Readers` of the re-run.
+
+    Returns:
+        The list of inputs to use.
+    """
+    if not inputs:
+        return inputs
+
+    @tf.custom_gradient
+    def entrance(*inputs):
+        def gradient(*upstream):
+            lone = readers.lone()
+            if lone:
+                with tf.name_scope("tf_ckpt_readers/"):
+                    keep(zero_after(lone))
+            return [tf.convert_to_tensor(x) for x in upstream]
+
+        return [tf.identity(x) for x in inputs], gradient
+
+    return entrance(*inputs)
 
 
 def _join(outputs, read_backward, check):

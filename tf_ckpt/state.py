@@ -73,6 +73,11 @@ def zero_after(tensors):
     return tf.where(tf.math.is_nan(largest), 0.0, tf.minimum(largest, 0.0))
 
 
+def keep(zero):
+    """Keeps graph optimisers from pruning `zero`, a scalar of `zero_after`: an assertion counts as a side effect."""
+    tf.raw_ops.Assert(condition=zero <= 0.0, data=[tf.constant("tf_ckpt: not zero")])
+
+
 class _Seen:
     """One variable as the forward run first saw it."""
 
