@@ -184,6 +184,7 @@ class _Run:
         self.record = Record({number: i for i, (number, _) in enumerate(lifted)})
         self.watched = inspection.Watched()
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self.place = None if self.graph is None else _Place(name)
         self.result = None
         self.reached, self.raw_reads, self.uses = (), [], []
         self.done = False
@@ -223,9 +224,10 @@ class _Run:
 
     def _body(self, token, *inputs):
         if not self.done:
-            with tf.name_scope(f"tf_ckpt_forward/{_scope(self.name)}/"):
-                return self._forward(inputs)
-        with tf.name_scope(f"tf_ckpt_recompute/{_scope(self.name)}/"):
+            return self._forward(inputs)
+        if self.place is None:
+            return self._rerun(token, inputs)
+        with tf.compat.v1.name_scope(self.place.rerun or None):
             return self._rerun(token, inputs)
 
     def _call(self, inputs, token):
@@ -339,7 +341,8 @@ class _Run:
         else:
             token = tf.stop_gradient(token)
             readers = inspection.Readers()
-            inputs = _watch_end(inputs, readers)
+            originals = [self.leaves[places[0]] for places in self.places] + self.lifted
+            inputs = _enter(inputs, originals, token, self.place, readers)
         lifted = inputs[len(self.places) :]
         with _recomputing(1), self.record.rerun(lifted, token) as scope:
             result = self._call(inputs, token)
@@ -379,33 +382,50 @@ def _carry_mask(source, target, token):
         keras_graph.set_keras_mask(target, tie(mask, token) if tf.is_tensor(mask) else mask)
 
 
-def _watch_end(inputs, readers):
-    """Passes a re-run's inputs on, and gives its tensors the readers back that they have in the plain graph.
+def _enter(inputs, originals, token, place, readers):
+    """Ties the re-run's inputs to the token, and gives its tensors the readers back that they have in the plain graph.
 
-    That is done when the gradients of all inputs are there, so when the backward pass has made all its operations.
+    The latter is done when the gradients of all inputs are there, so when the backward pass has made its operations.
+    What `tf.recompute_grad` has tied has a name that differs from the plain graph's: see `_Place`.
 
     Args:
-        inputs: List of tensors.
+        inputs: List of tensors, to which the gradients go.
+        originals: What the forward run got in their places.
+        token: Float scalar, 0.
+        place: `_Place` of the run.
         readers: `inspection.Readers` of the re-run.
 
     Returns:
-        The list of inputs to use.
+        The list of tensors to use.
     """
-    if not inputs:
-        return inputs
 
-    @tf.custom_gradient
-    def entrance(*inputs):
-        def gradient(*upstream):
-            lone = readers.lone()
-            if lone:
-                with tf.name_scope("tf_ckpt_readers/"):
-                    keep(zero_after(lone))
-            return [tf.convert_to_tensor(x) for x in upstream]
+    def gradient(*upstream):
+        lone = readers.lone()
+        if lone:
+            keep(zero_after(lone))
+        return upstream
 
-        return [tf.identity(x) for x in inputs], gradient
+    with tf_internals.recorded(gradient, inputs) as made:
+        made += [tie(x, token, place.inside(x)) for x in originals]
+    return made
 
-    return entrance(*inputs)
+
+class _Place:
+    """Where operations of a run are in the graph, by name.
+
+    Graph optimisers sort what they may multiply or add in any order by its names, and all gradients are called
+    `gradient_tape/...`. So the re-run's operations begin with the same letters as the plain ones, and so do its inputs.
+    """
+
+    def __init__(self, name):
+        self._graph = tf.compat.v1.get_default_graph()
+        self._scope = self._graph.get_name_scope()
+        self.rerun = f"{self._scope}/tf_ckpt_recompute/{_scope(name)}/" if self._scope else ""
+
+    def inside(self, tensor):
+        """Returns what `tensor` of the forward run is called in the re-run."""
+        name, outer = tensor.op.name, f"{self._scope}/"
+        return self.rerun + name[len(outer) :] if self._scope and name.startswith(outer) else name
 
 
 def _join(outputs, read_backward, check):
