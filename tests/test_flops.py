@@ -159,16 +159,16 @@ def test_a_step_costs_at_most_one_more_forward_run(executed):
 
 def test_each_segment_runs_twice_and_the_rest_once(executed):
     operations, plan = executed
-    runs = collections.Counter()
-    for op in products(operations["sqrt", "fit"]):
-        marks = re.search(r"(gradient_tape/)?(tf_ckpt_forward|tf_ckpt_recompute)/([^/]+)/", op.name)
-        if marks and not marks[1]:
-            runs[marks[2], marks[3]] += 1
-    segments = {segment for _, segment in runs}
+    names = collections.Counter(op.name for op in products(operations["sqrt", "fit"]))
+    segments, again = set(), 0
+    for name, number in names.items():
+        mark = re.search(r"tf_ckpt_recompute/([^/]+)/", name)
+        if mark and "gradient_tape/" not in name:
+            # The backward pass may not need the last product; what is run again is called as it is in the forward run.
+            assert number <= names[name.replace(mark[0], "")], name
+            segments.add(mark[1])
+            again += number
     assert 1 < len(segments) <= len(plan.segments)
-    for segment in segments:  # less often than the forward run, where the backward pass does not need the last product
-        assert runs["tf_ckpt_recompute", segment] <= runs["tf_ckpt_forward", segment], segment
-    again = sum(number for (run, _), number in runs.items() if run == "tf_ckpt_recompute")
     assert again > 0
     assert len(products(operations["sqrt", "fit"])) == len(products(operations["plain", "fit"])) + again
 

@@ -227,7 +227,7 @@ class _Run:
             return self._forward(inputs)
         if self.place is None:
             return self._rerun(token, inputs)
-        with tf.compat.v1.name_scope(self.place.rerun or None):
+        with self.place.rerun():
             return self._rerun(token, inputs)
 
     def _call(self, inputs, token):
@@ -419,13 +419,22 @@ class _Place:
 
     def __init__(self, name):
         self._graph = tf.compat.v1.get_default_graph()
-        self._scope = self._graph.get_name_scope()
-        self.rerun = f"{self._scope}/tf_ckpt_recompute/{_scope(name)}/" if self._scope else ""
+        self._scope, self._name = self._graph.get_name_scope(), _scope(name)
+
+    def _names(self):
+        # Where the backward pass is a function of its own, the plain one takes all this from "PartitionedCall".
+        root = "" if tf.compat.v1.get_default_graph() is self._graph else "PartitionedCall/"
+        return root, root + (f"{self._scope}/tf_ckpt_recompute/{self._name}/" if self._scope else "")
+
+    def rerun(self):
+        """Returns the name scope of the re-run's operations."""
+        return tf.compat.v1.name_scope(self._names()[1] or None)
 
     def inside(self, tensor):
         """Returns what `tensor` of the forward run is called in the re-run."""
-        name, outer = tensor.op.name, f"{self._scope}/"
-        return self.rerun + name[len(outer) :] if self._scope and name.startswith(outer) else name
+        root, prefix = self._names()
+        outer = f"{self._scope}/" if self._scope else ""
+        return prefix + tensor.op.name[len(outer) :] if tensor.op.name.startswith(outer) else root + tensor.op.name
 
 
 def _join(outputs, read_backward, check):
