@@ -434,8 +434,7 @@ class _Place:
         """Returns what `tensor` of the forward run is called in the re-run."""
         root, prefix = self._names()
         outer = f"{self._scope}/" if self._scope else ""
-        name = tensor.name.split(":")[0] if hasattr(tensor, "graph") else f"{outer}constant"  # an eager tensor has no name
-        return prefix + name[len(outer) :] if name.startswith(outer) else root + name
+        return prefix + tensor.op.name[len(outer) :] if tensor.op.name.startswith(outer) else root + tensor.op.name
 
 
 def _join(outputs, read_backward, check):
