@@ -98,3 +98,15 @@ def test_a_function_is_rounded_as_plain(fn, backward, inside):
 
     for want, got in zip(gradients(fn), gradients(tf_ckpt.recompute(fn)), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("axes", [(1,), (2,), (1, 2)], ids=str)
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_attention_over_other_axes_is_rounded_as_plain(mode, axes):
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((4, 5, 16))
+    model = keras.Model(inputs, L.Dense(2)(L.MultiHeadAttention(2, 8, attention_axes=axes)(inputs, inputs)))
+    ours = tf_ckpt.apply(model, parts, batch_size=2)
+    state = model.trainable_variables, model.non_trainable_variables
+    want, got = (step(model_loss(m, True), *state, [values(2, 4, 5, 16)], mode) for m in (model, ours))
+    assert_same(want, got, mode)

@@ -441,6 +441,7 @@ def part_order(operation, args):
         first = [2, 0, 1]
         if isinstance(operation, keras.layers.MultiHeadAttention):
             scores = any(x is True for x in args[5:6]) or getattr(operation, _SCORES, False)
+            scores = scores or len(args[0].shape) != 4  # several `attention_axes`, or batch axes
             first = [2, 1, 0] if operation._dropout > 0 or scores else first  # Keras' own product, of key and query
     return first + list(range(len(first), len(args)))
 
