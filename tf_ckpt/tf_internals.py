@@ -4,7 +4,8 @@ A new TensorFlow breaks this file or none. What is here:
 
 - whether any gradient tape is active (eager runs without one need no recompute);
 - a gradient registry that lets traced graphs go;
-- a watcher of the operations that a piece of Python runs, in eager and in graph mode;
+- a watcher of the operations that a piece of Python runs, in eager and in graph mode, and one of the tapes it opens;
+- whether a thread is a replica's;
 - whether a variable may have been written since it was read;
 - the graphs of the functions that an operation calls.
 """
@@ -113,6 +114,36 @@ def watch_operations(callback):
             _watchers.remove(on_operation)
             if len(_watchers) == 1:
                 eager_execute.execute = _watchers.pop()
+
+
+_tape_watchers = threading.local()
+
+
+@contextlib.contextmanager
+def watch_tapes(callback):
+    """Calls `callback()` for each gradient tape or forward accumulator that this thread opens in this scope."""
+    for kind, method in ((tf.GradientTape, "_push_tape"), (tf.autodiff.ForwardAccumulator, "_push_accumulator")):
+        original = getattr(kind, method)
+        if not hasattr(original, "_tf_ckpt_watches"):  # done once: a thread without watchers sees no difference
+
+            def push(self, *args, _original=original, **kwargs):
+                for tell in getattr(_tape_watchers, "present", ()):
+                    tell()
+                return _original(self, *args, **kwargs)
+
+            push._tf_ckpt_watches = True
+            setattr(kind, method, push)
+    before = getattr(_tape_watchers, "present", ())
+    _tape_watchers.present = (*before, callback)
+    try:
+        yield
+    finally:
+        _tape_watchers.present = before
+
+
+def in_replica_thread():
+    """Returns True in a thread in which a distribution strategy calls one of its replicas."""
+    return type(threading.current_thread()).__name__ == "_MirroredReplicaThread"
 
 
 def writers(read):
