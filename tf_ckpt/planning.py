@@ -4,6 +4,7 @@ import collections.abc
 import difflib
 import fnmatch
 import inspect
+import math
 import numbers
 
 import keras
@@ -86,10 +87,10 @@ def _budget(chain, memory, held):
     ranges = budget(chain, most / (ALLOCATOR * _CAUTION)) if most > 0 else None
     if ranges is None:
         tree = least(chain)
-        size = (held + ALLOCATOR * _CAUTION * chain.peak(tree)) / MIB
+        size = math.ceil(10 * (held + ALLOCATOR * _CAUTION * chain.peak(tree)) / MIB) / 10  # so that what it says will do
         flops = 100 * chain.added_flops(tree) / max(chain.step_flops, 1)
         raise CheckpointError(
-            f"No plan fits. The least that any plan needs is {size:,.1f} MiB, {held / MIB:,.1f} MiB of it weights and "
+            f"No plan fits. The least that a plan was found for is {size:,.1f} MiB, {held / MIB:,.1f} MiB of it weights and "
             f"optimizer, at {flops:.1f} % more FLOPs. Give more memory, or a smaller batch size than {chain.batch_size}. "
             f"Received: memory={memory!r}, which is {(most + held) / MIB:,.1f} MiB"
         )
