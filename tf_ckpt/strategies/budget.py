@@ -14,7 +14,7 @@ its backward pass has run, and may be nested, so that these are exactly the tree
 
 import numpy as np
 
-from tf_ckpt.strategies import recursive, simulate
+from tf_ckpt.strategies import recursive, simulate, trim
 from tf_ckpt.strategies.full import full
 from tf_ckpt.strategies.selective import by_cost
 from tf_ckpt.strategies.sqrt import sqrt
@@ -158,7 +158,7 @@ def budget(chain, memory, *, parts=True, limit=LIMIT, slots=SLOTS):
         found = [tree for tree in found if tree is not None]
         found += [tree for tree in others if (_is_exact(chain, tree) or not exact) and chain.peak(tree) <= memory]
         if found:
-            return _trimmed(chain, min(found, key=chain.added_flops), memory)
+            return trim.within(chain, min(found, key=chain.added_flops), memory)
     tree = least(chain, parts=parts, limit=limit, slots=slots)
     return tree if chain.peak(tree) <= memory else None
 
@@ -184,17 +184,6 @@ def _within(chain, table, memory):
         if simulate.peak(chain, tree) <= memory:
             return tree
     return None
-
-
-def _trimmed(chain, tree, memory):
-    """Leaves plain what fits without recompute, the dearest first."""
-    order = sorted(range(len(tree)), key=lambda i: -chain.added_flops(tree[i : i + 1]))
-    kept = dict(enumerate(tree))
-    for i in order:
-        rest = tuple(r for k, r in kept.items() if k != i)
-        if chain.peak(rest) <= memory:
-            del kept[i]
-    return tuple(kept.values())
 
 
 def least(chain, *, parts=True, limit=LIMIT, slots=SLOTS):
