@@ -148,7 +148,7 @@ def budget(chain, memory, *, parts=True, limit=LIMIT, slots=SLOTS):
     """
     if chain.peak([]) <= memory:
         return ()
-    others = [*_others(chain, parts), *([by_cost(chain, memory / chain.peak([]))] if parts and memory > 0 else [])]
+    others = _others(chain, max(memory / chain.peak([]), 0.0), parts)
     for exact in (True, False):
         if not exact and chain.exact_cuts.all():
             break
@@ -163,9 +163,9 @@ def budget(chain, memory, *, parts=True, limit=LIMIT, slots=SLOTS):
     return tree if chain.peak(tree) <= memory else None
 
 
-def _others(chain, parts=True):
-    """Returns the trees of the strategies that are given no memory."""
-    trees = [tree_of(strategy(chain)) for strategy in (sqrt, recursive.recursive, full, by_cost)]
+def _others(chain, target, parts):
+    """Returns the trees of the other strategies; `target` is for the selective one."""
+    trees = [tree_of(tree) for tree in (sqrt(chain), recursive.recursive(chain), full(chain), by_cost(chain, target))]
     return [tree for tree in trees if parts or not any(r.part for r in walk(tree))]
 
 
@@ -188,7 +188,7 @@ def _within(chain, table, memory):
 
 def least(chain, *, parts=True, limit=LIMIT, slots=SLOTS):
     """Returns the tree with the least peak that is found, for the error when a budget is too small."""
-    found = [(), *_others(chain, parts)]
+    found = [(), *_others(chain, 0.0, parts)]
     for exact in (True, False):
         if not exact and chain.exact_cuts.all():
             break
