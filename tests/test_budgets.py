@@ -162,13 +162,15 @@ def test_what_segments_wait_for():
     model = tf_ckpt.apply(keras.Model(inputs, L.Dense(2, name="head")(x)), lambda chain: [(0, 2), (2, 4), (4, 6)])
     operations = graph_of(model)
     for first, second in itertools.pairwise(range(3)):
-        drawn = [op for op in operations if f"forward/drop{second}" in op.name or f"forward/dense{second}.." in op.name]
-        drawn = [op for op in drawn if op.type.startswith("StatelessRandomUniform")]
-        made = [op.name for op in operations if op.type == "MatMul" and f"tf_ckpt_forward/dense{first}.." in op.name]
+        drawn = [op for op in operations if op.type.startswith("StatelessRandomUniform") and f"/drop{second}" in op.name]
+        drawn = [op for op in drawn if "tf_ckpt_recompute" not in op.name]
+        products = [op for op in operations if op.type == "MatMul" and "gradient_tape" not in op.name]
+        again = [op for op in products if f"tf_ckpt_recompute/dense{first}.." in op.name]
+        made = [op.name for op in products if f"/dense{first}" in op.name and op not in again]
         assert len(drawn) == len(made) == 1
         assert made[0] in ancestors(drawn[0])
-        again = [op for op in operations if op.type == "MatMul" and op.name.startswith(f"tf_ckpt_recompute/dense{first}..")]
-        behind = (op.name for op in operations if op.name.startswith(f"gradient_tape/tf_ckpt_recompute/dense{second}.."))
+        behind = [op.name for op in operations if op.name.startswith("gradient_tape/")]
+        behind = [name for name in behind if f"/tf_ckpt_recompute/dense{second}.." in name]
         weights = [name for name in behind if name.endswith("/MatMul/MatMul_1")]  # TensorFlow makes it after the input's
         assert len(again) == len(weights) == 1
         assert weights[0] in ancestors(again[0])

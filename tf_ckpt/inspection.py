@@ -283,6 +283,44 @@ class Watched:
         return {x._id for x in inputs} - connected, reach
 
 
+class Readers:
+    """Who reads the tensors of a re-run: the re-run itself, and the backward pass behind it.
+
+    Grappler changes the order of products and sums, and joins operations in one kernel, only where nothing else reads
+    what lies between. In the plain graph the forward pass reads a tensor as well as the backward pass; in a re-run
+    that forward operation may lead nowhere. Then it is pruned, which saves its FLOPs, and would leave one reader.
+    """
+
+    def __init__(self):
+        self._graph = tf.compat.v1.get_default_graph()
+        self._begin, self._end, self._outputs = len(self._graph.get_operations()), None, ()
+
+    def end(self, outputs):
+        """Says that the re-run is done, and what it returns."""
+        self._end, self._outputs = len(self._graph.get_operations()), {x._id for x in outputs}
+
+    def lone(self):
+        """Returns the tensors that have several readers in the plain graph, and one here.
+
+        To be called when the backward pass has been made. The tensors are needed anyway: to read them costs no FLOPs.
+        """
+        operations = self._graph.get_operations()[self._begin : self._end]
+        inside, alive, found = {x.name for x in operations}, set(), []
+        for op in reversed(operations):
+            for tensor in op.outputs:
+                users = [x for x in tensor.consumers() if x.type not in _READS_SHAPES]
+                own = [x.name for x in users if x.name in inside]
+                backward, needed = len(own) < len(users), sum(x in alive for x in own)
+                if backward or needed:
+                    alive.add(op.name)
+                plain = len(users) + (tensor._id in self._outputs)
+                lone = plain > 1 and (needed == 0 if backward else needed == 1)
+                if lone and len(op.inputs) and op.type != "ReadVariableOp" and _carries_gradient(tensor):
+                    found.append(tensor)
+        return found
+
+
+_READS_SHAPES = frozenset(["Shape", "ShapeN", "Size", "Rank"])
 _READS_OTHERS = frozenset(["Mul", "RealDiv", "Div", "DivNoNan"])  # each input, for the gradients of the others
 _READS_INPUTS = frozenset(
     [

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tf_ckpt import graph as keras_graph
 from tf_ckpt import inspection, tf_internals
 from tf_ckpt.errors import CheckpointError, CheckpointWarning
-from tf_ckpt.state import Record, take_weight_gradients, tie, zero_after
+from tf_ckpt.state import Record, keep, take_weight_gradients, tie, zero_after
 
 _local = threading.local()
 _scopes = []  # one entry for each `disabled()` that is open in any thread
@@ -213,6 +213,7 @@ class _Run:
         self.record = Record({number: i for i, (number, _) in enumerate(lifted)})
         self.watched = inspection.Watched()
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self.place = None if self.graph is None else _Place(name)
         self.result = None
         self.reached, self.raw_reads, self.uses = (), [], []
         self.done = False
@@ -252,9 +253,10 @@ class _Run:
 
     def _body(self, token, *inputs):
         if not self.done:
-            with tf.name_scope(f"tf_ckpt_forward/{_scope(self.name)}/"):
-                return self._forward(inputs)
-        with tf.name_scope(f"tf_ckpt_recompute/{_scope(self.name)}/"):
+            return self._forward(inputs)
+        if self.place is None:
+            return self._rerun(token, inputs)
+        with self.place.rerun():
             return self._rerun(token, inputs)
 
     def _call(self, inputs, token):
@@ -372,6 +374,9 @@ class _Run:
             token = None  # nothing merges anything there
         else:
             token = tf.stop_gradient(token)
+            readers = inspection.Readers()
+            originals = [self.leaves[places[0]] for places in self.places] + self.lifted
+            inputs = _enter(inputs, originals, token, self.place, readers)
         lifted = inputs[len(self.places) :]
         with _recomputing(1), self.record.rerun(lifted, token) as scope:
             result = self._call(inputs, token)
@@ -387,6 +392,8 @@ class _Run:
                 "must depend on its arguments and on Keras variables only. Received: float results of "
                 f"{[(a.name, tuple(x)) for a, x in kinds]}, in the forward run {[(a.name, tuple(x)) for a, x in self.kinds]}"
             )
+        if token is not None:
+            readers.end(outputs)
         return (tf.zeros([]), *outputs)
 
     def _floats(self, flat):
@@ -406,6 +413,61 @@ def _scope(name):
 def _carry_mask(mask, target, token):
     if mask is not None:
         keras_graph.set_keras_mask(target, tie(mask, token) if tf.is_tensor(mask) else mask)
+
+
+def _enter(inputs, originals, token, place, readers):
+    """Ties the re-run's inputs to the token, and gives its tensors the readers back that they have in the plain graph.
+
+    The latter is done when the gradients of all inputs are there, so when the backward pass has made its operations.
+    What `tf.recompute_grad` has tied has a name that differs from the plain graph's: see `_Place`.
+
+    Args:
+        inputs: List of tensors, to which the gradients go.
+        originals: What the forward run got in their places.
+        token: Float scalar, 0.
+        place: `_Place` of the run.
+        readers: `inspection.Readers` of the re-run.
+
+    Returns:
+        The list of tensors to use.
+    """
+
+    def gradient(*upstream):
+        lone = readers.lone()
+        if lone:
+            keep(zero_after(lone))
+        return upstream
+
+    with tf_internals.recorded(gradient, inputs) as made:
+        made += [tie(x, token, place.inside(x)) for x in originals]
+    return made
+
+
+class _Place:
+    """Where operations of a run are in the graph, by name.
+
+    Graph optimisers sort what they may multiply or add in any order by its names, and all gradients are called
+    `gradient_tape/...`. So the re-run's operations begin with the same letters as the plain ones, and so do its inputs.
+    """
+
+    def __init__(self, name):
+        self._graph = tf.compat.v1.get_default_graph()
+        self._scope, self._name = self._graph.get_name_scope(), _scope(name)
+
+    def _names(self):
+        # Where the backward pass is a function of its own, the plain one takes all this from "PartitionedCall".
+        root = "" if tf.compat.v1.get_default_graph() is self._graph else "PartitionedCall/"
+        return root, root + (f"{self._scope}/tf_ckpt_recompute/{self._name}/" if self._scope else "")
+
+    def rerun(self):
+        """Returns the name scope of the re-run's operations."""
+        return tf.compat.v1.name_scope(self._names()[1] or None)
+
+    def inside(self, tensor):
+        """Returns what `tensor` of the forward run is called in the re-run."""
+        root, prefix = self._names()
+        outer = f"{self._scope}/" if self._scope else ""
+        return prefix + tensor.op.name[len(outer) :] if tensor.op.name.startswith(outer) else root + tensor.op.name
 
 
 def _join(outputs, read_backward, check):

@@ -53,13 +53,17 @@ def take_weight_gradients():
     return [x for x in waits if getattr(x, "graph", None) is graph]
 
 
-def tie(tensor, token):
-    """Makes `tensor` depend on `token`, a float scalar that is 0, without changing a bit of it."""
+def tie(tensor, token, name=None):
+    """Makes `tensor` depend on `token`, a float scalar that is 0, without changing a bit of it; `name` is its full name."""
     if token is None or tensor.dtype in (tf.string, tf.resource, tf.variant):
         return tensor
     if tensor.dtype == tf.bool:
         return tf.logical_or(tensor, tf.cast(token, tf.bool))
-    return tensor + tf.cast(token, tensor.dtype)
+    token = tf.cast(token, tensor.dtype)
+    if name is None:
+        return tensor + token
+    with tf.compat.v1.name_scope(None):
+        return tf.add(tensor, token, name=name)
 
 
 def _elements(tensors):
@@ -71,6 +75,11 @@ def zero_after(tensors):
     """Returns a float scalar that depends on all `tensors` and is 0 whatever they hold, NaN and nothing included."""
     largest = tf.reduce_max(tf.concat([_elements(tensors), [0.0]], 0))
     return tf.where(tf.math.is_nan(largest), 0.0, tf.minimum(largest, 0.0))
+
+
+def keep(zero):
+    """Keeps graph optimisers from pruning `zero`, a scalar of `zero_after`: an assertion counts as a side effect."""
+    tf.raw_ops.Assert(condition=zero <= 0.0, data=[tf.constant("tf_ckpt: not zero")])
 
 
 class _Seen:

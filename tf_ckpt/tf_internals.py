@@ -37,6 +37,22 @@ def is_watched(tensor):
     return bool(record.should_record_backprop([tensor]))
 
 
+@contextlib.contextmanager
+def recorded(gradient, inputs):
+    """A scope whose operations no tape sees; what is put into the list that it gives has the gradient function `gradient`.
+
+    Unlike `tf.custom_gradient`, it leaves no operation in the graph.
+
+    Args:
+        gradient: Callable that takes the gradients of the list, and returns those of `inputs`.
+        inputs: List of tensors.
+    """
+    made = []
+    with record.stop_recording():
+        yield made
+    record.record_operation("TfCkpt", made, list(inputs), gradient)
+
+
 class _GradientEntries(dict):
     """TensorFlow's registry of gradient functions, with weak entries for recompute.
 
