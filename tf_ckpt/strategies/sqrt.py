@@ -17,7 +17,7 @@ from tf_ckpt.strategies.needs import Needs
 from tf_ckpt.strategies.tree import tree_of
 from tf_ckpt.strategies.trim import without_useless
 
-_END_PRICE = 1.25  # of the peak: the stages before the loss stay plain unless that costs more
+_END_PRICE = 1.25  # of the peak: a single segment right before the loss must save more
 _UNLIKE = 0.03  # two cuts are alike if their bytes differ by less
 
 
@@ -28,8 +28,8 @@ def sqrt(chain):
         chain: A `Chain`.
 
     Returns:
-        A sorted list of ranges `(start, stop)` to recompute. The stages before the loss stay plain: their backward pass
-        comes at once, so that recompute would gain little, unless what they keep outweighs all the rest.
+        A sorted list of ranges `(start, stop)` to recompute. The stages before the loss mostly stay plain: their
+        backward pass comes at once, so that recompute gains little. A model is not one segment unless that saves a fifth.
     """
     needs = Needs(chain)
     exact = _plan(chain, chain.exact_cuts, needs)
@@ -42,7 +42,7 @@ def sqrt(chain):
 
 def _plan(chain, cuts, needs):
     segments = _least_peak(chain, cuts, needs)
-    if segments and segments[-1][1] == len(chain):
+    if len(segments) == 1 and segments[0][1] == len(chain):  # all that is re-run would be needed at once
         before = cuts.copy()
         before[-1] = False
         shorter = _least_peak(chain, before, needs)
