@@ -464,7 +464,9 @@ class _Place:
         return tf.compat.v1.name_scope(self._names()[1] or None)
 
     def inside(self, tensor):
-        """Returns what `tensor` of the forward run is called in the re-run."""
+        """Returns what `tensor` of the forward run is called in the re-run, or None if it has no name."""
+        if not hasattr(tensor, "op"):  # an eager one, which the graph captures
+            return None
         root, prefix = self._names()
         outer = f"{self._scope}/" if self._scope else ""
         return prefix + tensor.op.name[len(outer) :] if tensor.op.name.startswith(outer) else root + tensor.op.name
