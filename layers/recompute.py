@@ -23,7 +23,7 @@ class Recompute(keras.layers.Wrapper):
     next to nothing, since the input that it keeps is what `Dense` keeps anyway.
 
     The wrapper takes the place of the layer in every respect: same call arguments, name, variables and weight files,
-    and its other attributes are reached through it (`Recompute(attention).num_heads`).
+    and its other attributes are read and set through it (`Recompute(attention).num_heads`, `Recompute(dropout).rate = 0.1`).
 
     - Masking: as the wrapped layer, implicit masks included.
     - `training`: as the wrapped layer, given or inherited.
@@ -138,6 +138,15 @@ class Recompute(keras.layers.Wrapper):
         if layer is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(layer, name)
+
+    def __setattr__(self, name, value):
+        # What is read through the wrapper is set through it too: a schedule of `rate`, `return_sequences`, ...
+        layer = self.__dict__.get("layer")
+        ours = layer is None or name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        if ours or not hasattr(layer, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(layer, name, value)
 
 
 def _wrapped(layer):

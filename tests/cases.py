@@ -108,6 +108,17 @@ def bool_mask():
     return keras.Model([inputs, mask], L.Dense(2)(x)), [numbers(4, 6, 8), tf.constant(allowed)], True
 
 
+def masked_attention():
+    """Keras' attention takes the mask off the tensor that it is given."""
+    inputs = keras.Input((6, 8))
+    x = L.Masking()(inputs)
+    for _ in range(2):
+        x = L.LayerNormalization()(L.Add()([x, L.MultiHeadAttention(2, 4)(x, x)]))
+        x = L.LayerNormalization()(L.Add()([x, L.Dense(8, activation="tanh")(x)]))
+    values = numbers(4, 6, 8) * tf.cast(tokens() > 0, tf.float32)[..., None]
+    return keras.Model(inputs, L.Dense(2)(x)), [values], True
+
+
 def add_loss():
     return _mlp(AddsLoss, AddsLoss)
 
@@ -217,6 +228,7 @@ CASES = {
         batch_norm,
         implicit_mask,
         bool_mask,
+        masked_attention,
         add_loss,
         activity_regularizer,
         weight_regularizer,

@@ -104,12 +104,12 @@ def model_loss(model, training=True, function=None):
     return call
 
 
-def compare(plain, ours, inputs, mode, training=True, steps=2, bound=XLA_BOUND):
+def compare(plain, ours, inputs, mode, training=True, steps=2, bound=XLA_BOUND, rounding=0.0):
     """Asserts that two models over the same variables train alike."""
     variables, state = plain.trainable_variables, plain.non_trainable_variables
     want = step(model_loss(plain, training), variables, state, inputs, mode, steps)
     have = step(model_loss(ours, training), variables, state, inputs, mode, steps)
-    assert_same(want, have, mode, bound)
+    assert_same(want, have, mode, bound, rounding)
 
 
 def thirds(chain):

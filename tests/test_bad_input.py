@@ -10,6 +10,7 @@ import tensorflow as tf
 import tf_ckpt
 from tf_ckpt import CheckpointError, Plan, Recompute, apply, plan, plan_of, recompute, remove
 from tf_ckpt.callbacks import MemoryLogger
+from tf_ckpt.strategies import Range
 
 L = keras.layers
 
@@ -139,6 +140,17 @@ WRONG = {
     "ranges: names": (lambda: apply(MODEL, returns([("d0", "d1")])), (T, V), "Received: .*d0"),
     "ranges: triples": (lambda: apply(MODEL, returns([(0, 1, 2)])), (T, V), r"Received: .*\(0, 1, 2\)"),
     "ranges: fractions": (lambda: apply(MODEL, returns([(0.5, 2.7)])), (T, V), r"Received: .*\(0\.5, 2\.7\)"),
+    "ranges: Range of fractions": (lambda: apply(MODEL, returns([Range(0.5, 2)])), T, r"Received: .*start=0\.5"),
+    "ranges: Range of a flag": (lambda: apply(MODEL, returns([Range(True, 2)])), T, r"Received: .*start=True"),
+    "ranges: fractions inside": (lambda: apply(MODEL, returns([Range(0, 3, ((0.5, 2),))])), T, r"Received: .*\(0\.5, 2\)"),
+    "ranges: inside nothing": (lambda: apply(MODEL, returns([Range(0, 3, None)])), T, "Received: .*inside=None"),
+    "ranges: a part's name": (lambda: apply(MODEL, returns([Range(0, 1, (), "activation")])), T, "part='activation'"),
+    "ranges: itself inside": (
+        lambda: apply(MODEL, returns([Range(0, 3, (Range(0, 3),))])),
+        C,
+        r"must not hold itself.*Received: Range\(start=0, stop=3",
+    ),
+    "ranges: itself further in": (lambda: apply(MODEL, returns([Range(0, 3, ((0, 2, ((0, 2),)),))])), C, "not hold itself"),
     "ranges: Plan.of": (lambda: apply(MODEL, lambda c: Plan.of(c, [(5, 9)], "x")), C, r"segment \(5, 9\) of 6 calls"),
     # the layers
     "layers: with sqrt": (lambda: apply(MODEL, layers=["d0"]), C, r"strategy='sqrt', layers=\['d0'\]"),
@@ -157,6 +169,26 @@ WRONG = {
     "layers: of another model": (lambda: apply(MODEL, "selective", layers=[OTHER.layers[-1]]), C, "matches 'end'"),
     "layers: predicate": (lambda: apply(MODEL, "selective", layers=lambda x: False), C, "predicate layers=<function"),
     "layers: by position": (lambda: apply(MODEL, "selective", ["d0"]), T, "positional"),
+    # the memory
+    "memory: with a plan": (
+        lambda: apply(MODEL, plan_of(APPLIED), memory="1GiB"),
+        C,
+        "^.{0,60}Received: a `Plan` of 'full', memory='1GiB'$",
+    ),
+    "memory: all as a share": (lambda: plan(MODEL, "budget", memory=1.0), C, r"only below 1,.*integer.*Received: memory=1\.0"),
+    "memory: more than all": (lambda: plan(MODEL, "budget", memory=1.5), C, r"only below 1,.*Received: memory=1\.5"),
+    "memory: in percent": (lambda: plan(MODEL, "budget", memory=60.0), C, r"only below 1,.*Received: memory=60\.0"),
+    "memory: parts of bytes": (
+        lambda: plan(MODEL, "budget", memory=2e6 + 0.5),
+        C,
+        r"whole number.*Received: memory=2000000\.5",
+    ),
+    "memory: a share as text": (lambda: plan(MODEL, "budget", memory="0.5"), C, "write memory=0.5. Received: memory='0.5'"),
+    "memory: of no layers": (
+        lambda: plan(keras.Model(MODEL.inputs, MODEL.inputs), "budget", memory=0.9),
+        C,
+        r"no layers behind its inputs.*Received: memory=0\.9",
+    ),
     # the batch size
     "batch size: zero": (lambda: apply(MODEL, batch_size=0), C, "Received: batch_size=0"),
     "batch size: negative": (lambda: plan(MODEL, batch_size=-8), C, "Received: batch_size=-8"),

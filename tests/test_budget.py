@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from test_chain import line, make, random_chain, tensor
 
+from tf_ckpt.strategies import full, recursive, sqrt
 from tf_ckpt.strategies.budget import SLOTS, budget, frontier, least
-from tf_ckpt.strategies.tree import Range, depth, walk
+from tf_ckpt.strategies.selective import by_cost
+from tf_ckpt.strategies.tree import Range, depth, tree_of, walk
 from tf_ckpt.strategies.units import choose_cuts
 
 INF = float("inf")
@@ -423,6 +425,104 @@ def test_infeasible_budgets_and_the_least():
     short = cuttable_chain(np.random.default_rng(3), 9)
     need = Account(short).best(0, 9)[0][0]
     assert short.peak(least(short)) <= need * (1 + 1 / SLOTS) + 1
+
+
+# --- no worse than other strategies -----------------------------------------------------------------------------------------
+
+
+def waiting_towers(length):
+    """As `towers`, but the stage where they meet (a subtraction) needs neither: the first tower's end just waits."""
+    n = 2 * length + 1
+    tensors = [
+        tensor(k, n - 1 if k == length - 1 else k + 1, kept_by=None if k % length < length - 1 else []) for k in range(n)
+    ]
+    return make(n, tensors, internal=np.full(n, 3.0), flops=np.ones(n), pruned_flops=np.ones(n), backward_flops=np.full(n, 2))
+
+
+def fan(count):
+    """`count` stages of one input, a second stage behind each, and a sum that needs none of them."""
+    n = 2 * count + 1
+    tensors = [tensor(2 * k, 2 * k + 1) for k in range(count)]
+    tensors += [tensor(2 * k + 1, n - 1, kept_by=[]) for k in range(count)] + [tensor(n - 1, n, n=n)]
+    return make(n, tensors, internal=np.full(n, 3.0), flops=np.ones(n), pruned_flops=np.ones(n), backward_flops=np.full(n, 2))
+
+
+def others(chain):
+    trees = [sqrt(chain), recursive(chain), recursive(chain, 1), full(chain), by_cost(chain), by_cost(chain, 0.3)]
+    return [tree_of(tree) for tree in trees if tree]
+
+
+def is_exact(chain, tree):
+    return all(r.part or (chain.exact_cuts[r.start] and chain.exact_cuts[r.stop]) for r in walk(tree))
+
+
+def assert_no_worse(chain, **options):
+    for tree in others(chain):
+        plan = budget(chain, chain.peak(tree), **options)
+        assert plan is not None
+        assert chain.peak(plan) <= chain.peak(tree)
+        if is_exact(chain, tree) or not is_exact(chain, plan):  # else it paid for the rounding
+            assert chain.added_flops(plan) <= chain.added_flops(tree)
+    floor = chain.peak(least(chain, **options))
+    assert floor <= min([chain.peak([]), *(chain.peak(tree) for tree in others(chain))])
+    assert chain.peak(budget(chain, floor, **options)) <= floor
+
+
+def test_what_waits_for_a_later_stage_leaves_the_cuts_that_it_crosses():
+    chain = waiting_towers(12)
+    assert choose_cuts(chain, 100) == [c for c in range(26) if c != 24]  # there the second tower's end would have to be kept
+    assert chain.peak(least(chain)) < 0.35 * chain.peak([])
+    plan = budget(chain, 0.5 * chain.peak([]), limit=24)
+    assert chain.added_flops(plan) < 0.2 * chain.step_flops
+    assert_no_worse(chain)
+
+
+def test_the_program_itself_cuts_where_something_waits():
+    table = frontier(waiting_towers(12))
+    curve = table.curve()
+    trees = [table.tree(int(m)) for m in np.flatnonzero(np.isfinite(curve))[:5]]
+    assert any(r.start >= 12 for r in walk(trees[0]))  # in the second tower too
+    assert min(table.units.chain.peak(tree) for tree in trees) < 0.35 * table.units.chain.peak([])
+
+
+@pytest.mark.parametrize("chain", [fan(20), waiting_towers(30), densenet(3, 8)], ids=["fan", "towers", "DenseNet"])
+def test_no_other_strategy_does_better_on_graphs(chain):
+    assert_no_worse(chain)
+
+
+def test_no_other_strategy_does_better_on_random_chains():
+    rng = np.random.default_rng(11)
+    for _ in range(25):
+        assert_no_worse(random_chain(rng, weights=True, extras=True))
+
+
+def test_no_other_strategy_does_better_where_units_are_merged():
+    rng = np.random.default_rng(2)
+    for chain in (
+        line(150, internal=np.full(150, 3.0)),
+        line(90, size=rng.integers(1, 9, 90), internal=rng.integers(0, 9, 90)),
+    ):
+        assert_no_worse(chain, limit=15)
+
+
+def test_between_two_strategies_levels_are_as_many_as_fit():
+    chain = line(400, internal=np.full(400, 2.0))
+    low, high = chain.peak(recursive(chain)), chain.peak(sqrt(chain))
+    plans = [budget(chain, memory, limit=10) for memory in (low, 0.5 * (low + high), high)]
+    costs = [chain.added_flops(plan) for plan in plans]
+    assert costs[0] > costs[1] > costs[2]
+
+
+def test_a_segment_without_which_the_budget_is_kept_is_left_out():
+    rng, plans = np.random.default_rng(5), 0
+    for _ in range(60):
+        chain = random_chain(rng, weights=True, extras=True)
+        for memory in budgets(chain):
+            plan = budget(chain, memory) or ()
+            plans += bool(plan)
+            for r in plan:
+                assert chain.peak([x for x in plan if x != r]) > memory
+    assert plans > 50
 
 
 # --- what may be recomputed ------------------------------------------------------------------------------------------------

@@ -33,13 +33,15 @@ def net(depth=12, width=32):
         ("77", 77),
         (0.5, 500),
         (2e6, 2000000),
+        ("2e9", 2 * 10**9),
+        ("1.5E+3 KiB", 1500 * 2**10),
     ],
 )
 def test_sizes(memory, size):
     assert budgets.memory_bytes(memory, 1000) == size
 
 
-@pytest.mark.parametrize("memory", ["six", "6 GiX", "", "-3MB", 0, -5, float("nan"), float("inf")])
+@pytest.mark.parametrize("memory", ["six", "6 GiX", "", "-3MB", "1e", "2e-9", "1e999", 0, -5, float("nan"), float("inf")])
 def test_no_sizes(memory):
     with pytest.raises(CheckpointError, match="Received: memory="):
         tf_ckpt.plan(net(2), "budget", memory=memory)

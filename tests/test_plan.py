@@ -493,6 +493,11 @@ def put(key, value, *place):
         (put("curve", [[1, 2, 3]]), r"'curve' must be a list of pairs"),
         (put("curve", [[1, "0"]]), r"'curve' must be"),
         (put("moments", [0.5]), r"'moments' must be a list of bytes"),
+        (
+            lambda content: content["segments"][0].update(inside=[dict(content["segments"][0])]),
+            r"'inside' must be smaller segments",
+        ),
+        (put("batch_size", 0), r"'batch_size' must be a whole number, 1 or more.*batch_size=0"),
     ],
 )
 def test_a_file_that_contradicts_itself(plan, tmp_path, change, message):
@@ -506,6 +511,20 @@ def test_negative_freed_bytes_come_back(tmp_path):
     assert plan.segments[0].frees_bytes == -20
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").segments[0].frees_bytes == -20
+
+
+@pytest.mark.parametrize("part", ["nonsense", "attention"])
+def test_a_file_with_a_part_that_the_layer_has_not(tmp_path, part):
+    inputs = keras.Input((8,))
+    hidden = keras.layers.Dense(8, activation="gelu", name="hidden")(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(2, name="head")(hidden))
+    made = tf_ckpt.plan(model, lambda chain: [Range(0, 1, (), True)])
+    nested = tf_ckpt.plan(model, lambda chain: [Range(0, 2, (Range(0, 1, (), True),))])
+    for plan, place in ((made, ("segments", 0)), (nested, ("segments", 0, "inside", 0))):
+        assert tf_ckpt.apply(model, Plan.load(changed(plan, tmp_path, lambda content: None))) is not model
+        wrong = Plan.load(changed(plan, tmp_path, put("part", part, *place)))
+        with pytest.raises(CheckpointError, match=rf"layer 'hidden' has one part .* 'activation'\. Received: part='{part}'"):
+            tf_ckpt.apply(model, wrong)
 
 
 # --- plots ------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from test_chain import line, make, random_chain, random_tree, simulated_peak, te
 from tf_ckpt.strategies import full, selective, sqrt
 from tf_ckpt.strategies.full import pieces
 from tf_ckpt.strategies.recursive import recursive
+from tf_ckpt.strategies.selective import by_cost
 from tf_ckpt.strategies.tree import Range, depth, walk
 from tf_ckpt.strategies.trim import without_useless
 
@@ -186,6 +187,13 @@ def test_hardly_a_plan_is_better_with_transients(seed):
     sizes = {"size": rng.integers(1, 30, 8), "internal": rng.integers(0, 30, 8), "weights": rng.integers(0, 9, 8)}
     chain = line(8, **sizes, **extras)
     assert chain.peak(sqrt(chain)) <= 1.12 * min(chain.peak(plan) for plan in all_plans(8))
+
+
+def test_what_comes_right_before_the_loss_is_recomputed_only_if_that_saves_much():
+    assert sqrt(line(1, internal=[4.0])) == []
+    assert sqrt(line(1, internal=[90.0], taped_extra=[0.0])) == []  # its re-run keeps as much
+    large = line(6, internal=[1.0] * 5 + [4.0], size=[1, 1, 1, 1, 1, 40])
+    assert large.peak(sqrt(large)) <= 1.25 * min(large.peak(plan) for plan in all_plans(6))
 
 
 # --- recursive --------------------------------------------------------------------------------------------------------
@@ -389,6 +397,47 @@ def test_selective_takes_the_chosen_stages():
 
 
 # --- the package ------------------------------------------------------------------------------------------------------
+
+
+def by_cost_chains():
+    rng = np.random.default_rng(8)
+    yield from (random_chain(rng, weights=True, extras=True) for _ in range(40))
+    arrays = {"part_internal": np.full(8, 1.0), "part_names": ["attention"] * 8, "part_flops": np.full(8, 0.01)}
+    yield line(8, internal=np.full(8, 4.0), weights=np.full(8, 1000.0), **arrays)
+
+
+@pytest.mark.parametrize("target", [None, 0.7, 0.4, 0.05])
+def test_selective_recomputes_nothing_that_saves_nothing(target):
+    planned = 0
+    for chain in by_cost_chains():
+        plan, plain = by_cost(chain, target), chain.peak([])
+        peak = max(chain.peak(plan), (target or 0.5) * plain)
+        for r in plan:
+            assert peak < plain
+            assert chain.peak([x for x in plan if x != r]) > peak
+        planned += bool(plan)
+    assert planned > 5
+    assert plan == ()  # the last chain's peak is that of its weight gradients
+
+
+def test_selective_does_not_take_more_than_helps_if_its_target_is_out_of_reach():
+    # Short stretches, each of which keeps a large argument that nobody else needs: all of them cost more than none.
+    links = [tensor(k, k + 1, size=1 if k % 3 else 9, kept_by=[k + 1] if k % 3 else []) for k in range(29)]
+    chain = make(30, [*links, tensor(29, 30, n=30)], internal=np.full(30, 4.0), flops=np.ones(30), pruned_flops=np.ones(30))
+    plan = by_cost(chain, 0.01)
+    assert chain.peak(plan) < chain.peak([])
+    assert all(chain.peak([x for x in plan if x != r]) > chain.peak(plan) for r in plan)
+
+
+def test_selective_takes_cuts_that_round_otherwise_only_to_reach_its_target():
+    exact = line(32, internal=np.full(32, 4.0))
+    chain = line(32, internal=np.full(32, 4.0), joins_after=range(12, 32), joins_before=range(12, 32))
+    low, high = by_cost(chain, 0.45), by_cost(chain, 0.9)
+    assert chain.peak(low) < 0.6 * chain.peak([])
+    assert chain.peak(low) <= 1.1 * exact.peak(by_cost(exact, 0.45))
+    assert not all(chain.exact_cuts[r.start] and chain.exact_cuts[r.stop] for r in low)
+    assert high
+    assert all(chain.exact_cuts[r.start] and chain.exact_cuts[r.stop] for r in high)
 
 
 def test_strategies_need_numpy_only():

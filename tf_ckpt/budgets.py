@@ -14,6 +14,7 @@ from tf_ckpt.errors import CheckpointError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_LEAST_FLOAT = 1024  # of bytes: a lesser float was meant as a share, or in percent
 MARGIN = 0.08  # of a device's memory: what allocators lose between tensors, and libraries take for themselves
 
 
@@ -27,7 +28,7 @@ def memory_bytes(memory, plain):
 
     Raises:
         TypeError: If `memory` is none of these.
-        CheckpointError: If it is not positive, or no device says how much it has.
+        CheckpointError: If it is not positive, a float that is neither a share nor bytes, or no device says how much it has.
     """
     if memory is None:
         limit = device_bytes()
@@ -38,14 +39,23 @@ def memory_bytes(memory, plain):
             )
         return int((1 - MARGIN) * limit)
     if isinstance(memory, str):
-        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", memory)
+        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE]\+?[0-9]{1,2})?)\s*([a-zA-Z]*)\s*", memory)
         unit = _UNITS.get(found[2].upper()) if found else None
         if unit is None:
             raise CheckpointError(f"`memory` must be a size such as '6GiB', '800 MB' or '2e9'. Received: memory={memory!r}")
+        if not found[2] and 0 < float(found[1]) < 1:
+            raise CheckpointError(
+                f"A share of the plain model's peak is no text: write memory={float(found[1])}. Received: memory={memory!r}"
+            )
         size = int(float(found[1]) * unit)
     elif isinstance(memory, numbers.Real) and not isinstance(memory, bool):
         if not math.isfinite(memory):
             raise CheckpointError(f"`memory` must be finite. Received: memory={memory!r}")
+        if not isinstance(memory, numbers.Integral) and memory >= 1 and (memory < _LEAST_FLOAT or memory != int(memory)):
+            raise CheckpointError(
+                "`memory` is a share of the plain model's peak only below 1, and bytes are a whole number: write an integer, "
+                f"or text such as '6GiB' (and for all of the plain model's peak strategy='none'). Received: memory={memory!r}"
+            )
         size = int(memory * plain) if 0 < memory < 1 else int(memory)
     else:
         raise TypeError(

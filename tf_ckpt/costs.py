@@ -18,7 +18,7 @@ import tensorflow as tf
 from tf_ckpt import functions, tf_internals
 from tf_ckpt import graph as keras_graph
 from tf_ckpt.flops import operation_flops, unknown_types
-from tf_ckpt.inspection import unrepeatable
+from tf_ckpt.inspection import TAPE_INSIDE, unrepeatable
 from tf_ckpt.liveness import ALIASES, ELEMENTWISE, FREE, UNKNOWN, buffers, held, highest, key_of, root
 
 MIB = 2**20
@@ -257,6 +257,9 @@ def _trace(node, batch_size, differentiated):
     def on_operation(op_type, inputs, outputs, graph):
         reasons.append(unrepeatable(op_type, tf_internals.calls_state(op_type, outputs)))
 
+    def on_tape():
+        reasons.append(TAPE_INSIDE)
+
     with scratch.as_default():
         values = {}
         for x in node.inputs:
@@ -269,7 +272,7 @@ def _trace(node, batch_size, differentiated):
         with keras_graph.no_side_effects(node.operation), tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([*floats, *weights])
             replaced = keras_graph.part_replaced(node.operation, attribute, marked)
-            with tf_internals.watch_operations(on_operation), replaced:
+            with tf_internals.watch_operations(on_operation), tf_internals.watch_tapes(on_tape), replaced:
                 node.call(keras_graph.training_call, values)
             outputs = [tf.convert_to_tensor(values[x]) for x in node.outputs]
         split = len(scratch.get_operations())

@@ -46,6 +46,7 @@ _RANDOM = frozenset(
 )
 _OTHER_STATE = ("IteratorGetNext", "QueueDequeue", "ReaderRead", "LookupTableInsert", "LookupTableImport")
 _GATHERS = frozenset(["GatherV2", "Gather", "ResourceGather"])
+TAPE_INSIDE = "takes a gradient inside (`tf.GradientTape`), which records nothing under recompute"
 _TRANSPARENT = frozenset(["Identity", "Cast", "ReadVariableOp"])
 
 
@@ -62,15 +63,15 @@ class Memo:
 
     def __init__(self):
         self.passive = {}
-        self._plain, self._warned = set(), False
+        self._plain, self._warned = weakref.WeakKeyDictionary(), False
 
     def plain(self, signature):
-        """Returns True if the function is known to need to run plain."""
-        return signature in self._plain
+        """Returns True if the function is known to need to run plain, in the present graph or in eager mode."""
+        return signature in self._plain.get(_place(), ())
 
     def set_plain(self, signature, reason, name):
         """Remembers that the function runs plain, and warns once."""
-        self._plain.add(signature)
+        self._plain.setdefault(_place(), set()).add(signature)
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -78,6 +79,18 @@ class Memo:
                 CheckpointWarning,
                 stacklevel=4,
             )
+
+
+class _Eager:
+    """Stands for eager mode, where others have a graph."""
+
+
+_EAGER = _Eager()
+
+
+def _place():
+    # A new graph is a new trace, often since something has changed: what ran plain is tried again.
+    return _EAGER if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 _memos = weakref.WeakKeyDictionary()
@@ -91,10 +104,17 @@ def memo_of(fn):
         return Memo()
 
 
-def signature(leaves, training):
-    """Returns what distinguishes one kind of call from another."""
+def signature(leaves, training, count, names):
+    """Returns what distinguishes one kind of call from another.
+
+    Args:
+        leaves: List of all arguments, flattened.
+        training: Keras' `training` argument as a caller set it.
+        count: The number of positional arguments.
+        names: The names of the keyword arguments.
+    """
     kinds = (x.dtype if tf.is_tensor(x) else x if isinstance(x, (bool, str, int, float)) else type(x) for x in leaves)
-    return (tf.executing_eagerly(), training, *kinds)
+    return (tf.executing_eagerly(), training, count, tuple(sorted(names)), *kinds)
 
 
 def unrepeatable(op_type, stateful=False):
@@ -123,11 +143,12 @@ class Watched:
 
     Attributes:
         reads: Dict from the number of a resource handle to (handle, value read).
+        tapes: How many gradient tapes were opened inside.
     """
 
     def __init__(self):
         self._home = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        self.reads = {}
+        self.reads, self.tapes = {}, 0
         self._operations = []
         self._found = None
         self._made = {}
@@ -137,12 +158,15 @@ class Watched:
     def watching(self):
         """Watches what is run or created in this scope."""
         before = 0 if self._home is None else len(self._home.get_operations())
-        with tf_internals.watch_operations(self._on_operation):
+        with tf_internals.watch_operations(self._on_operation), tf_internals.watch_tapes(self._on_tape):
             yield
         if self._home is not None:
             # A graph's own list is complete; the calls of functions, for one, are not told to a watcher.
             for op in self._home.get_operations()[before:]:
                 self._note(op.type, op.inputs, op.outputs)
+
+    def _on_tape(self):
+        self.tapes += 1
 
     def _on_operation(self, op_type, inputs, outputs, graph):
         # Nothing is raised here: Keras would wrap it in an error of the layer's call.

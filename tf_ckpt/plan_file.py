@@ -108,12 +108,13 @@ class _Reader:
             self._need(False, "layers", twice, "names of calls, each once")
         position = {name: i for i, name in enumerate(layers)}
         segments = self._segments(content, "segments", position, 0, len(layers))
-        sizes = ("batch_size", "activation_bytes", "plain_activation_bytes", "weight_bytes", "optimizer_bytes")
+        sizes = ("activation_bytes", "plain_activation_bytes", "weight_bytes", "optimizer_bytes")
         pairs = self._take(content, "curve", _pairs, "a list of pairs [bytes, overhead]")
         return Plan(
             strategy=self._take(content, "strategy", lambda x: isinstance(x, str), "the name of a strategy"),
             layers=layers,
             segments=segments,
+            batch_size=self._take(content, "batch_size", lambda x: _whole(x) and x > 0, "a whole number, 1 or more"),
             overhead=float(self._take(content, "overhead", _number, "a number, 0 or more")),
             moments=tuple(self._take(content, "moments", _sizes, "a list of bytes")),
             plain_moments=tuple(self._take(content, "plain_moments", _sizes, "a list of bytes")),
@@ -144,6 +145,8 @@ class _Reader:
                 "runs of the plan's calls, in order and apart from each other, within the segment that they are inside of",
             )
             inside = self._segments(item, "inside", position, first, first + len(names))
+            twice = any(len(s.layers) == len(names) and not s.part for s in inside)
+            self._need(not twice, "inside", list(names), "smaller segments than the one that they are inside of")
             self._need(not part or (len(names) == 1 and not inside), "part", part, "that of a single call, with nothing inside")
             made.append(
                 Segment(

@@ -4,6 +4,7 @@ import collections.abc
 import difflib
 import fnmatch
 import inspect
+import math
 import numbers
 
 import keras
@@ -11,12 +12,13 @@ import numpy as np
 
 from tf_ckpt.budgets import memory_bytes, optimizer_bytes, variable_bytes
 from tf_ckpt.errors import CheckpointError
+from tf_ckpt.graph import inner_part
 from tf_ckpt.plan import ALLOCATOR, MIB, Plan
 from tf_ckpt.stages import Stages
 from tf_ckpt.strategies import budget, full, recursive, selective, sqrt
 from tf_ckpt.strategies.budget import curve_of, least
 from tf_ckpt.strategies.selective import by_cost
-from tf_ckpt.strategies.tree import Range
+from tf_ckpt.strategies.tree import Range, tree_of, walk
 
 STRATEGIES = ("sqrt", "selective", "full", "budget", "recursive", "none")
 _DEFAULT_BATCH = 32
@@ -37,9 +39,10 @@ def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=
         **options: `layers`, `target`, `memory` and `levels`: see `tf_ckpt.apply`.
     """
     _check(strategy, batch_size, options)
-    if isinstance(strategy, Plan):
-        return strategy
     stages = Stages(level)
+    if isinstance(strategy, Plan):
+        _check_parts(strategy.segments, dict(zip(stages.names, stages.nodes, strict=True)))
+        return strategy
     if batch_size is None:
         stated = next((x.shape[0] for x in model.inputs if len(x.shape) and x.shape[0] is not None), None)
         batch_size = stated or _DEFAULT_BATCH
@@ -82,14 +85,18 @@ def _named(chain, strategy, chosen, held, options):
 
 
 def _budget(chain, memory, held):
+    if not chain.names:
+        raise CheckpointError(
+            f"The model has no layers behind its inputs: there is nothing to recompute. Received: memory={memory!r}"
+        )
     most = memory_bytes(memory, held + ALLOCATOR * chain.peak([])) - held
     ranges = budget(chain, most / (ALLOCATOR * _CAUTION)) if most > 0 else None
     if ranges is None:
         tree = least(chain)
-        size = (held + ALLOCATOR * _CAUTION * chain.peak(tree)) / MIB
+        size = math.ceil(10 * (held + ALLOCATOR * _CAUTION * chain.peak(tree)) / MIB) / 10  # so that what it says will do
         flops = 100 * chain.added_flops(tree) / max(chain.step_flops, 1)
         raise CheckpointError(
-            f"No plan fits. The least that any plan needs is {size:,.1f} MiB, {held / MIB:,.1f} MiB of it weights and "
+            f"No plan fits. The least that a plan was found for is {size:,.1f} MiB, {held / MIB:,.1f} MiB of it weights and "
             f"optimizer, at {flops:.1f} % more FLOPs. Give more memory, or a smaller batch size than {chain.batch_size}. "
             f"Received: memory={memory!r}, which is {(most + held) / MIB:,.1f} MiB"
         )
@@ -108,9 +115,8 @@ def _check(strategy, batch_size, options):
         raise CheckpointError(f"`strategy` must be one of {STRATEGIES}.{hint} Received: strategy={strategy!r}")
     for name, goes_with in _GOES_WITH.items():
         if options.get(name) is not None and strategy != goes_with:
-            raise CheckpointError(
-                f"`{name}` goes with strategy={goes_with!r}. Received: strategy={strategy!r}, {name}={options[name]!r}"
-            )
+            given = f"a `Plan` of {strategy.strategy!r}" if isinstance(strategy, Plan) else f"strategy={strategy!r}"
+            raise CheckpointError(f"`{name}` goes with strategy={goes_with!r}. Received: {given}, {name}={options[name]!r}")
     target, levels = options.get("target"), options.get("levels")
     if target is not None:
         if not isinstance(target, numbers.Real) or isinstance(target, bool):
@@ -125,6 +131,18 @@ def _check(strategy, batch_size, options):
     _check_count("batch_size", batch_size)
 
 
+def _check_parts(segments, nodes):
+    """Refuses a plan, from a file, with a part that a layer has not, though it has another."""
+    for s in segments:
+        has = inner_part(nodes[s.layers[0]].operation)[0] if s.part and s.layers[0] in nodes else ""
+        if has and s.part != has:
+            raise CheckpointError(
+                f"The plan does not fit the model: layer '{s.layers[0]}' has one part that can be recomputed alone, {has!r}. "
+                f"Received: part={s.part!r}"
+            )
+        _check_parts(s.inside, nodes)
+
+
 def _check_count(name, value):
     if value is not None and (not isinstance(value, numbers.Integral) or isinstance(value, bool)):
         raise TypeError(f"`{name}` must be an integer. Received: {name}={value!r}")
@@ -136,16 +154,32 @@ def _ranges(made):
     """Checks what a strategy of the user's own returned."""
     made = getattr(made, "tolist", lambda: made)()  # an array
     pairs = list(made) if isinstance(made, collections.abc.Iterable) and not isinstance(made, (str, dict)) else [made]
-    for pair in pairs:
-        if isinstance(pair, Range):
-            continue
-        numbers_of = pair if isinstance(pair, (list, tuple)) and len(pair) == 2 else [None]
-        if not all(isinstance(x, numbers.Integral) and not isinstance(x, bool) for x in numbers_of):
-            raise TypeError(
-                "A strategy must return a `Plan`, or a list of pairs (start, stop) of stages, as integers, or of "
-                f"`tf_ckpt.strategies.Range`s. Received: {made!r}"
+    if not all(_is_pair(x) for x in pairs):
+        raise TypeError(
+            "A strategy must return a `Plan`, or a list of pairs (start, stop) of stages, as integers, or of "
+            f"`tf_ckpt.strategies.Range`s. Received: {made!r}"
+        )
+    for r in walk(tree_of(pairs)):
+        twice = [x for x in r.inside if (x.start, x.stop) == (r.start, r.stop) and not x.part and not r.part]
+        if twice:
+            raise CheckpointError(
+                f"A segment must not hold itself: it would run twice and save no more. Received: {twice[0]!r} inside of {r!r}"
             )
     return pairs
+
+
+def _is_pair(value, inside=False):
+    """Whether a value is a pair (start, stop) or a `Range` whose numbers are whole, and so all that is inside of it."""
+    if not isinstance(value, (list, tuple)) or len(value) < 2:
+        return False
+    if not all(isinstance(x, numbers.Integral) and not isinstance(x, bool) for x in value[:2]):
+        return False
+    if len(value) == 2:
+        return True
+    if not (isinstance(value, Range) or inside) or len(value) > 4:
+        return False
+    held = isinstance(value[2], (list, tuple)) and all(_is_pair(x, inside=True) for x in value[2])
+    return held and (len(value) == 3 or isinstance(value[3], (bool, np.bool_)))
 
 
 def _chosen(stages, layers):

@@ -13,16 +13,19 @@ takes neither keyword arguments nor anything but float tensors. Here the functio
 """
 
 import contextlib
+import inspect
 import threading
+import warnings
 
 import tensorflow as tf
 
 from tf_ckpt import graph as keras_graph
 from tf_ckpt import inspection, tf_internals
-from tf_ckpt.errors import CheckpointError
+from tf_ckpt.errors import CheckpointError, CheckpointWarning
 from tf_ckpt.state import Record, keep, take_weight_gradients, tie, zero_after
 
 _local = threading.local()
+_scopes = []  # one entry for each `disabled()` that is open in any thread
 _NAME = (
     "'{}' by tf_ckpt. Second-order gradients and forward-mode differentiation cannot go through a recomputed segment: "
     "run that part of the program under `with tf_ckpt.disabled():`, or remove `Recompute`/`tf_ckpt.apply` there."
@@ -42,10 +45,17 @@ def disabled():
     ```
     """
     before, _local.disabled = getattr(_local, "disabled", False), True
+    _scopes.append(None)
     try:
         yield
     finally:
+        _scopes.pop()
         _local.disabled = before
+
+
+def _is_disabled():
+    # A distribution strategy calls its replicas in threads of their own while the caller's thread waits.
+    return getattr(_local, "disabled", False) or (bool(_scopes) and tf_internals.in_replica_thread())
 
 
 def is_recomputing():
@@ -96,11 +106,20 @@ def recompute(fn, *, name=None):
     label = name or getattr(fn, "name", None) or getattr(fn, "__name__", None) or type(fn).__name__
 
     def recomputed(*args, **kwargs):
+        if any(keras_graph.is_symbolic(x) for x in tf.nest.flatten((args, kwargs))) and not keras_graph.in_symbolic_scope():
+            warnings.warn(
+                f"'{label}' is not recomputed and saves no memory: called with a `keras.Input`, its layers become part of the "
+                "model one by one. Use `tf_ckpt.Recompute(layer)`, or `tf_ckpt.apply(model)`.",
+                CheckpointWarning,
+                stacklevel=2,
+            )
         return run(fn, args, kwargs, label)
 
     for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
         with contextlib.suppress(AttributeError, TypeError):
             setattr(recomputed, attribute, getattr(fn, attribute))
+    with contextlib.suppress(TypeError, ValueError):  # Keras reads off it whether a layer's `call` takes `training`
+        recomputed.__signature__ = inspect.signature(fn)
     return tf.autograph.experimental.do_not_convert(recomputed)
 
 
@@ -115,7 +134,7 @@ def _is_tensor(leaf):
 def can_run(leaves):
     """Returns False where recompute has nothing to do: it is disabled, Keras asks for shapes only, or no tape records."""
     return not (
-        getattr(_local, "disabled", False)
+        _is_disabled()
         or any(keras_graph.is_symbolic(x) for x in leaves)
         or keras_graph.in_symbolic_scope()
         or (tf.executing_eagerly() and not tf_internals.tape_is_active())
@@ -140,20 +159,29 @@ def run(fn, args, kwargs, name, memo=None, logits=True):
     if not can_run(leaves):
         return fn(*args, **kwargs)
     memo = memo or inspection.memo_of(fn)
-    signature = inspection.signature(leaves, keras_graph.current_training())
+    signature = inspection.signature(leaves, keras_graph.current_training(), len(args), kwargs)
     if memo.plain(signature):
         return fn(*args, **kwargs)
     tf_internals.release_graphs()
+    masks = [keras_graph.get_keras_mask(x) if _is_tensor(x) else None for x in leaves]
     for _ in range(4):
         try:
             _check_place(fn)
-            return _Run(fn, args, kwargs, leaves, name, memo, signature, logits)()
+            return _Run(fn, args, kwargs, leaves, masks, name, memo, signature, logits)()
         except inspection.RunAgain:
-            continue
+            _restore_masks(leaves, masks)
         except inspection.RunPlain as found:
+            _restore_masks(leaves, masks)
             memo.set_plain(signature, found, name)
             break
     return fn(*args, **kwargs)
+
+
+def _restore_masks(leaves, masks):
+    """Gives inputs the masks back that they came with: Keras' attention takes the mask off the tensor that it is given."""
+    for leaf, mask in zip(leaves, masks, strict=True):
+        if mask is not None:
+            keras_graph.set_keras_mask(leaf, mask)
 
 
 def _check_place(fn):
@@ -169,9 +197,9 @@ def _check_place(fn):
 class _Run:
     """One call of a recomputed function: its forward run, and any number of re-runs."""
 
-    def __init__(self, fn, args, kwargs, leaves, name, memo, signature, logits):
+    def __init__(self, fn, args, kwargs, leaves, masks, name, memo, signature, logits):
         self.fn, self.name, self.memo, self.signature, self.logits = fn, name, memo, signature, logits
-        self.structure, self.leaves = (args, kwargs), leaves
+        self.structure, self.leaves, self.masks = (args, kwargs), leaves, masks
         # A tensor that comes twice is one argument: its gradients are then added up in the order of the plain function.
         first = {}
         for i, leaf in enumerate(leaves):
@@ -179,6 +207,7 @@ class _Run:
                 first.setdefault(id(leaf), []).append(i)
         passive = memo.passive.get(signature, ())
         self.places = [places for places in first.values() if places[0] not in passive]
+        self.kept_back = [places for places in first.values() if places[0] in passive]
         lifted = keras_graph.mapped_outside()
         self.lifted = [value for _, value in lifted]
         self.record = Record({number: i for i, (number, _) in enumerate(lifted)})
@@ -234,15 +263,16 @@ class _Run:
         """Calls the function with `inputs` in their places, and the rest as it came, tied to `token`."""
         leaves, passed = list(self.leaves), set()
         for places, tensor in zip(self.places, inputs, strict=False):
-            _carry_mask(leaves[places[0]], tensor, token)
+            if tensor is not leaves[places[0]]:
+                _carry_mask(self.masks[places[0]], tensor, token)
             for place in places:
                 leaves[place] = tensor
                 passed.add(place)
-        if token is not None:
+        if self.done:
             for i, leaf in enumerate(leaves):
                 if _is_tensor(leaf) and i not in passed:
-                    leaves[i] = tie(leaf, token)
-                    _carry_mask(leaf, leaves[i], token)
+                    leaves[i] = tf.identity(leaf) if token is None else tie(leaf, token)
+                    _carry_mask(self.masks[i], leaves[i], token)
         args, kwargs = tf.nest.pack_sequence_as(self.structure, leaves, expand_composites=True)
         return self.fn(*args, **kwargs)
 
@@ -254,6 +284,8 @@ class _Run:
             with _recomputing(0), watched.watching(), self.record.forward(lifted, inputs):
                 result = self._call(inputs, None)
         finally:
+            if watched.tapes:  # nor can what came of it be trusted, an error included
+                raise inspection.RunPlain(f"it {inspection.TAPE_INSIDE}.") from None
             # What the run reads after such a change is out of reach outside of the loop, which raises in TensorFlow.
             if self.record.changed_inside is not None:
                 raise inspection.RunPlain(
@@ -268,7 +300,7 @@ class _Run:
         masks = [keras_graph.get_keras_mask(x) if tf.is_tensor(x) else None for x in flat]
         outputs = [*floats, *behind.values()] + [loss for _, loss in self.record.losses]
         passed = inputs[: len(self.places)]
-        kept_back = [x for x in self.leaves if _differentiable(x) and not any(x is y for y in passed)]
+        kept_back = [self.leaves[places[0]] for places in self.kept_back]
         passive, self.reached = watched.judge(self.record.weights(), [*passed, *kept_back], outputs)
         if tf.executing_eagerly():
             known = [*outputs, *inputs, *self.record.values(), *self.record.new_values()]
@@ -277,9 +309,11 @@ class _Run:
                     "a tensor that it makes leaves it otherwise than as a return value, so that its gradient would be "
                     f"lost. Return it. Received: {keras_graph.describe(tensor)}."
                 )
-        places = {places[0] for places, x in zip(self.places, passed, strict=True) if x._id in passive}
-        if places:
-            self.memo.passive[self.signature] = places | set(self.memo.passive.get(self.signature, ()))
+        # What was found in an earlier call is a guess: an attribute or a branch of the function may have changed since.
+        both = [*zip(self.places, passed, strict=True), *zip(self.kept_back, kept_back, strict=True)]
+        found = {places[0] for places, x in both if x._id in passive}
+        if found != {places[0] for places in self.kept_back}:
+            self.memo.passive[self.signature] = found
             raise inspection.RunAgain
         self.result = result, [_FLOAT if _differentiable(x) else x for x in flat], masks, list(behind)
         self.raw_reads = self._raw_reads()
@@ -376,9 +410,8 @@ def _scope(name):
     return "".join(c if c.isalnum() or c in "._-" else "_" for c in name) or "segment"
 
 
-def _carry_mask(source, target, token):
-    mask = keras_graph.get_keras_mask(source)
-    if mask is not None and target is not source:
+def _carry_mask(mask, target, token):
+    if mask is not None:
         keras_graph.set_keras_mask(target, tie(mask, token) if tf.is_tensor(mask) else mask)
 
 
@@ -431,7 +464,9 @@ class _Place:
         return tf.compat.v1.name_scope(self._names()[1] or None)
 
     def inside(self, tensor):
-        """Returns what `tensor` of the forward run is called in the re-run."""
+        """Returns what `tensor` of the forward run is called in the re-run, or None if it has no name."""
+        if not hasattr(tensor, "op"):  # an eager one, which the graph captures
+            return None
         root, prefix = self._names()
         outer = f"{self._scope}/" if self._scope else ""
         return prefix + tensor.op.name[len(outer) :] if tensor.op.name.startswith(outer) else root + tensor.op.name

@@ -4,9 +4,11 @@ A new TensorFlow breaks this file or none. What is here:
 
 - whether any gradient tape is active (eager runs without one need no recompute);
 - a gradient registry that lets traced graphs go;
-- a watcher of the operations that a piece of Python runs, in eager and in graph mode;
+- a watcher of the operations that a piece of Python runs, in eager and in graph mode, and one of the tapes it opens;
+- whether a thread is a replica's;
 - whether a variable may have been written since it was read;
-- the graphs of the functions that an operation calls.
+- the graphs of the functions that an operation calls;
+- the switch of a graph optimiser that depends on the memory that a step needs.
 """
 
 import contextlib
@@ -14,6 +16,7 @@ import threading
 import weakref
 
 import tensorflow as tf
+from tensorflow.core.protobuf import rewriter_config_pb2
 from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager import execute as eager_execute
@@ -129,6 +132,36 @@ def watch_operations(callback):
             _watchers.remove(on_operation)
             if len(_watchers) == 1:
                 eager_execute.execute = _watchers.pop()
+
+
+_tape_watchers = threading.local()
+
+
+@contextlib.contextmanager
+def watch_tapes(callback):
+    """Calls `callback()` for each gradient tape or forward accumulator that this thread opens in this scope."""
+    for kind, method in ((tf.GradientTape, "_push_tape"), (tf.autodiff.ForwardAccumulator, "_push_accumulator")):
+        original = getattr(kind, method)
+        if not hasattr(original, "_tf_ckpt_watches"):  # done once: a thread without watchers sees no difference
+
+            def push(self, *args, _original=original, **kwargs):
+                for tell in getattr(_tape_watchers, "present", ()):
+                    tell()
+                return _original(self, *args, **kwargs)
+
+            push._tf_ckpt_watches = True
+            setattr(kind, method, push)
+    before = getattr(_tape_watchers, "present", ())
+    _tape_watchers.present = (*before, callback)
+    try:
+        yield
+    finally:
+        _tape_watchers.present = before
+
+
+def in_replica_thread():
+    """Returns True in a thread in which a distribution strategy calls one of its replicas."""
+    return type(threading.current_thread()).__name__ == "_MirroredReplicaThread"
 
 
 def writers(read):
@@ -294,3 +327,19 @@ def is_compiled(op, name):
 def gpu_limits():
     """Returns the memory limit of each GPU's allocator, in bytes."""
     return [x.memory_limit for x in device_lib.list_local_devices() if x.device_type == "GPU" and x.memory_limit]
+
+
+def switch_memory_optimizer_off():
+    """Keeps TensorFlow from rewriting sums of three or more terms near the peak that it expects, for this process.
+
+    It makes them add up in whatever order their terms come, and which ones it takes depends on the peak: the one thing in
+    which a recomputed model differs from the plain one by design. For comparisons; TensorFlow has no public option for it.
+    """
+    original = context.Context.config.fget
+
+    def config(self):
+        made = original(self)
+        made.graph_options.rewrite_options.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
+        return made
+
+    context.Context.config = property(config)

@@ -14,8 +14,11 @@ its backward pass has run, and may be nested, so that these are exactly the tree
 
 import numpy as np
 
-from tf_ckpt.strategies import simulate
-from tf_ckpt.strategies.tree import Range, tree_of
+from tf_ckpt.strategies import recursive, simulate, trim
+from tf_ckpt.strategies.full import full
+from tf_ckpt.strategies.selective import by_cost
+from tf_ckpt.strategies.sqrt import sqrt
+from tf_ckpt.strategies.tree import Range, tree_of, walk
 from tf_ckpt.strategies.units import Units, choose_cuts
 
 LIMIT = 120  # units
@@ -145,14 +148,30 @@ def budget(chain, memory, *, parts=True, limit=LIMIT, slots=SLOTS):
     """
     if chain.peak([]) <= memory:
         return ()
+    others = _others(chain, max(memory / chain.peak([]), 0.0), parts)
     for exact in (True, False):
         if not exact and chain.exact_cuts.all():
             break
+        # What other strategies find counts too: units are merged, and the table's account is cautious.
         table = frontier(chain, _BEYOND * memory, parts=parts, limit=limit, slots=slots, exact=exact)
-        found = _within(chain, table, memory)
-        if found is not None:
-            return _trimmed(chain, found, memory)
-    return None
+        found = [_within(chain, table, memory), recursive.within(chain, memory, exact)]
+        found = [tree for tree in found if tree is not None]
+        found += [tree for tree in others if (_is_exact(chain, tree) or not exact) and chain.peak(tree) <= memory]
+        if found:
+            return trim.within(chain, min(found, key=chain.added_flops), memory)
+    tree = least(chain, parts=parts, limit=limit, slots=slots)
+    return tree if chain.peak(tree) <= memory else None
+
+
+def _others(chain, target, parts):
+    """Returns the trees of the other strategies; `target` is for the selective one."""
+    trees = [tree_of(tree) for tree in (sqrt(chain), recursive.recursive(chain), full(chain), by_cost(chain, target))]
+    return [tree for tree in trees if parts or not any(r.part for r in walk(tree))]
+
+
+def _is_exact(chain, tree):
+    """Whether no boundary of a tree changes rounding."""
+    return all(r.part or (chain.exact_cuts[r.start] and chain.exact_cuts[r.stop]) for r in walk(tree))
 
 
 def _within(chain, table, memory):
@@ -167,23 +186,18 @@ def _within(chain, table, memory):
     return None
 
 
-def _trimmed(chain, tree, memory):
-    """Leaves plain what fits without recompute, the dearest first."""
-    order = sorted(range(len(tree)), key=lambda i: -chain.added_flops(tree[i : i + 1]))
-    kept = dict(enumerate(tree))
-    for i in order:
-        rest = tuple(r for k, r in kept.items() if k != i)
-        if chain.peak(rest) <= memory:
-            del kept[i]
-    return tuple(kept.values())
-
-
-def least(chain, *, limit=LIMIT, slots=SLOTS):
-    """Returns the tree with the least peak that the dynamic program finds, for the error when a budget is too small."""
-    table = frontier(chain, limit=limit, slots=slots)
-    curve = table.curve()
-    trees = [table.tree(int(m)) for m in np.flatnonzero(np.isfinite(curve))[:5]]
-    return min(trees, key=chain.peak, default=())
+def least(chain, *, parts=True, limit=LIMIT, slots=SLOTS):
+    """Returns the tree with the least peak that is found, for the error when a budget is too small."""
+    found = [(), *_others(chain, 0.0, parts)]
+    for exact in (True, False):
+        if not exact and chain.exact_cuts.all():
+            break
+        # Slots count from nothing to what fits already: the fewer bytes that is, the finer they are.
+        most = _BEYOND * min(chain.peak(tree) for tree in found)
+        table = frontier(chain, most, parts=parts, limit=limit, slots=slots, exact=exact)
+        some = np.flatnonzero(np.isfinite(table.curve()))  # the first rounds up most, and need not be the least
+        found += [table.tree(int(m)) for m in sorted({*some[:5], *some[:: max(len(some) // 20, 1)]})]
+    return min(found, key=chain.peak)
 
 
 def curve_of(chain, points=24):

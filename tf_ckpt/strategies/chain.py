@@ -125,6 +125,14 @@ class Chain:
         return self._made[stage]
 
     @functools.cached_property
+    def _taken(self):
+        taken = [[] for _ in range(len(self) + 1)]
+        for t in self.tensors:
+            for stage, _ in t.uses:
+                taken[stage].append(t)
+        return taken
+
+    @functools.cached_property
     def upstream(self):
         """Bytes of the gradients of all tensors that cross each cut, over cuts 0..n."""
         return np.array([sum(t.size for t in self.crossing(cut) if t.differentiable) for cut in range(len(self) + 1)], float)
@@ -240,13 +248,13 @@ class Chain:
     def frees(self, start, stop):
         """Bytes that are not kept when `[start, stop)` alone is recomputed; negative if more is kept."""
         freed = float(self.internal[start:stop].sum())
-        for t in self.tensors:
-            inside = start <= t.producer < stop
-            outer = any(not start <= s < stop for s in t.inner)
-            if inside and t.needed and not outer:
-                freed += t.size
-            elif not inside and t.producer >= 0 and not t.needed and any(start <= s < stop for s, _ in t.uses):
-                freed -= t.size  # an argument that nobody would have kept
+        for k in range(start, stop):
+            for t in self.made(k):
+                if t.needed and all(start <= s < stop for s in t.inner):
+                    freed += t.size
+        # Arguments that nobody would have kept.
+        unkept = {t for k in range(start, stop) for t in self._taken[k] if not t.needed and 0 <= t.producer < start}
+        freed -= sum(t.size for t in unkept)
         return freed
 
     @property

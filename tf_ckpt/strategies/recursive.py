@@ -50,6 +50,30 @@ def recursive(chain, levels=None):
     return without_useless(chain, exact)
 
 
+def within(chain, memory, exact=True):
+    """Plans no more levels than it takes for a peak of at most `memory`.
+
+    Args:
+        chain: A `Chain`.
+        memory: Bytes.
+        exact: Whether to leave out cuts that change rounding.
+
+    Returns:
+        A tree of `Range`s, or None if none is found.
+    """
+    search = _Search(chain, chain.exact_cuts if exact else np.ones(len(chain) + 1, bool), Needs(chain))
+    before = 0
+    for level in range(1, len(chain)):
+        end = search.reach(0, search.n, memory, level)[1]
+        if end == search.n:
+            tree = search.settled(0, search.n, memory, level)
+            return tree if chain.peak(tree) <= memory else None
+        if end <= before:  # one more level gets no further
+            return None
+        before = end
+    return None
+
+
 def _plan(chain, cuts, needs, levels):
     search, best, high, paid = _Search(chain, cuts, needs), (), chain.peak([]), 0
     for level in range(1, len(chain) if levels is None else levels + 1):

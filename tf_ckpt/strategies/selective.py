@@ -3,7 +3,10 @@
 Selective recompute after Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198).
 """
 
-from tf_ckpt.strategies.full import pieces
+import numpy as np
+
+from tf_ckpt.strategies import trim
+from tf_ckpt.strategies.full import ROUNDING_PRICE, pieces
 from tf_ckpt.strategies.tree import Range
 from tf_ckpt.strategies.units import choose_cuts
 
@@ -37,34 +40,45 @@ def by_cost(chain, target=None):
             the step's FLOPs go.
 
     Returns:
-        A sorted tuple of `Range`s.
+        A sorted tuple of `Range`s, none of which could stay plain for nothing. If the target is out of reach, those that
+        lead to the least peak; cuts that change rounding are among them only where others do not reach it.
     """
-    bytes_wanted = (TARGET if target is None else target) * chain.peak([])
+    plain = chain.peak([])
+    wanted = (TARGET if target is None else target) * plain
     most = OVERHEAD * chain.step_flops if target is None else float("inf")
-    order = _disjoint(chain, _candidates(chain))
+    taken = _best_first(chain, wanted, most, exact=True)
+    if chain.peak(taken) > wanted and target is not None and not chain.exact_cuts.all():
+        free = _best_first(chain, wanted, most, exact=False)
+        if chain.peak(taken) > ROUNDING_PRICE * max(chain.peak(free), wanted):
+            taken = free
+    reached = max(wanted, chain.peak(taken))
+    return trim.within(chain, taken, reached) if reached < plain else ()
+
+
+def _best_first(chain, wanted, most, exact):
+    """Returns the candidates to take, best first, until `wanted` bytes are reached or `most` FLOPs are added."""
+    order = _disjoint(chain, _candidates(chain, exact))
     low, high = 0, len(order)  # the least prefix that reaches the target
     while low < high:
         middle = (low + high) // 2
-        if chain.peak(sorted(order[:middle])) <= bytes_wanted:
+        if chain.peak(sorted(order[:middle])) <= wanted:
             high = middle
         else:
             low = middle + 1
-    taken, flops = [], 0.0
-    for r in order[:low]:
-        flops += chain.added_flops([r])
-        if flops > most:
-            break
-        taken.append(r)
-    return tuple(sorted(taken))
+    affordable = int(np.searchsorted(np.cumsum([chain.added_flops([r]) for r in order[:low]]), most, side="right"))
+    if chain.peak(sorted(order[:affordable])) > wanted:  # more need not be better: segments keep what they take
+        some = {round(i) for i in np.linspace(0, affordable, 24)}
+        affordable = min(sorted(some), key=lambda i: chain.peak(sorted(order[:i])))
+    return tuple(sorted(order[:affordable]))
 
 
-def _candidates(chain):
+def _candidates(chain, exact):
     """Returns pairs (bytes freed for each FLOP, `Range`), best first."""
     found = []
     for k in range(len(chain)):
         if chain.exact_parts[k]:
             found.append((float(chain.internal[k] - chain.part_internal[k]), Range(k, k + 1, (), True)))
-    cuts = choose_cuts(chain, len(chain))
+    cuts = choose_cuts(chain, len(chain), exact)
     for i, start in enumerate(cuts[:-1]):
         for stop in cuts[i + 1 : i + 1 + _UNITS]:
             if chain.allowed(start, stop):

@@ -17,6 +17,7 @@ from tf_ckpt.strategies.needs import Needs
 from tf_ckpt.strategies.tree import tree_of
 from tf_ckpt.strategies.trim import without_useless
 
+_END_PRICE = 1.25  # of the peak: a single segment right before the loss must save more
 _UNLIKE = 0.03  # two cuts are alike if their bytes differ by less
 
 
@@ -27,16 +28,27 @@ def sqrt(chain):
         chain: A `Chain`.
 
     Returns:
-        A sorted list of ranges `(start, stop)` to recompute. The stages before the loss stay plain: their backward pass
-        comes at once, so that recompute would gain nothing.
+        A sorted list of ranges `(start, stop)` to recompute. The stages before the loss mostly stay plain: their
+        backward pass comes at once, so that recompute gains little. A model is not one segment unless that saves a fifth.
     """
     needs = Needs(chain)
-    exact = _least_peak(chain, chain.exact_cuts, needs)
+    exact = _plan(chain, chain.exact_cuts, needs)
     if not chain.exact_cuts.all():
-        free = _least_peak(chain, np.ones(len(chain) + 1, bool), needs)
+        free = _plan(chain, np.ones(len(chain) + 1, bool), needs)
         if chain.peak(exact) > ROUNDING_PRICE * chain.peak(free):
             exact = free
     return [(r.start, r.stop) for r in without_useless(chain, tree_of(exact))]
+
+
+def _plan(chain, cuts, needs):
+    segments = _least_peak(chain, cuts, needs)
+    if len(segments) == 1 and segments[0][1] == len(chain):  # all that is re-run would be needed at once
+        before = cuts.copy()
+        before[-1] = False
+        shorter = _least_peak(chain, before, needs)
+        if chain.peak(shorter) <= _END_PRICE * chain.peak(segments):
+            return shorter
+    return segments
 
 
 def _least_peak(chain, cuts, needs):

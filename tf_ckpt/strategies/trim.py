@@ -1,7 +1,18 @@
-"""Leaves out the segments of a tree without which the peak is no higher."""
+"""Leaves out the segments of a tree without which the peak is no higher, or not above a bound."""
 
 from tf_ckpt.strategies import simulate
 from tf_ckpt.strategies.tree import Range
+
+
+def within(chain, tree, memory):
+    """Returns a tree without the outermost segments that a peak of `memory` bytes does not need, the dearest tried first."""
+    order = sorted(range(len(tree)), key=lambda i: -chain.added_flops(tree[i : i + 1]))
+    kept = dict(enumerate(tree))
+    for i in order:
+        rest = tuple(r for k, r in kept.items() if k != i)
+        if chain.peak(rest) <= memory:
+            del kept[i]
+    return tuple(kept.values())
 
 
 def without_useless(chain, tree):

@@ -6,9 +6,10 @@ import numpy as np
 def choose_cuts(chain, limit, exact=True):
     """Returns the sorted cuts between units, 0 and n among them.
 
-    Cuts that would change rounding are left out, and those where something crosses that the plain model would not keep:
-    a segment would have to. If more than `limit` units are left, small ones are merged first: a plan can then not cut or
-    keep within one.
+    Cuts that would change rounding are left out, and those between a stage and the next that takes what the plain model
+    would not keep: a segment would have to. What waits for a later stage (the end of one of two towers) is no reason
+    against the cuts that it crosses meanwhile: they all keep it alike. If more than `limit` units are left, small ones are
+    merged first: a plan can then not cut or keep within one.
 
     Args:
         chain: A `Chain`.
@@ -17,7 +18,7 @@ def choose_cuts(chain, limit, exact=True):
     """
     n = len(chain)
     fits = chain.exact_cuts if exact else np.ones(n + 1, bool)
-    good = [c for c in range(1, n) if fits[c] and all(t.needed or not t.differentiable for t in chain.crossing(c))]
+    good = [c for c in range(1, n) if fits[c] and not any(_only_here(t, c) for t in chain.crossing(c))]
     if len(good) < min(n - 1, 3):
         good = [c for c in range(1, n) if fits[c]]
     cuts = [0, *good, n]
@@ -40,6 +41,12 @@ def choose_cuts(chain, limit, exact=True):
                 blocked |= {i - 1, i, i + 1}
         cuts = [c for i, c in enumerate(cuts) if i not in gone]
     return cuts
+
+
+def _only_here(tensor, cut):
+    """Whether a cut makes a segment keep what nobody else would: from the stage before it for the one behind it."""
+    between = tensor.producer == cut - 1 and any(stage == cut for stage, _ in tensor.uses)
+    return between and tensor.differentiable and not tensor.needed
 
 
 class Units:
