@@ -798,7 +798,6 @@ def test_fit_and_inference_with_state_of_all_kinds():
     fits_alike(model, tf_ckpt.apply(model, thirds), x, y, inference=True)
 
 
-@pytest.mark.xfail(strict=True, reason="limit: a graph optimiser joins gelu and the regularizer; the last bit differs")
 def test_gelu_with_an_activity_regularizer():
     for seed in range(3):
         keras.utils.set_random_seed(seed)
