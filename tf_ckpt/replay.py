@@ -81,7 +81,7 @@ def recompute(fn, *, name=None):
     Args:
         fn: A function of (nested structures of) tensors, that may call Keras layers. Tensors through which gradients
             shall flow must be arguments of it, not captured.
-        name: Optional string that stands in error messages and profiles. Defaults to the name of `fn`.
+        name: Optional string that stands in error messages. Defaults to the name of `fn`.
 
     Returns:
         A function with the signature of `fn`.
