@@ -281,3 +281,27 @@ def test_a_function_that_is_given_a_symbolic_tensor_says_that_it_saves_nothing()
     with pytest.warns(tf_ckpt.CheckpointWarning, match=r"'block' is not recomputed .* Use `tf_ckpt.Recompute"):
         model = keras.Model(inputs, block(inputs))
     assert len(model.layers) == 3
+
+
+class Block(L.Layer):
+    """Reads its argument again after the attention, which takes the mask off it."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.norm, self.supports_masking = L.MultiHeadAttention(2, 4), L.LayerNormalization(), True
+
+    def build(self, shape):
+        self.attention.build(shape, shape)
+        self.norm.build(shape)
+
+    def call(self, x):
+        return self.norm(x + self.attention(x, x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mask_that_attention_takes_off_its_input(mode):
+    block, inputs = Block(), keras.Input((6, 8))
+    model = keras.Model(inputs, L.Dense(2)(block(L.Masking()(inputs))))
+    again = keras.Model(inputs, model.layers[-1](tf_ckpt.Recompute(block)(model.layers[1](inputs))))
+    values = numbers(4, 6, 8) * np.array([1, 1, 1, 1, 0, 0], "float32")[:, None]
+    compare(model, again, [values], mode, rounding=ROUNDING)
