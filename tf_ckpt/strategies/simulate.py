@@ -29,7 +29,8 @@ def timeline(chain, ranges):
     Returns:
         A list of `Moment`s in the order in which they come.
     """
-    return [*run(chain, 0, len(chain), tree_of(ranges)), Moment("end", -1, float(chain.gradients[0]))]
+    moments = _run(chain, 0, len(chain), tree_of(ranges))
+    return [*(Moment(*moment) for moment in moments), Moment("end", -1, float(chain.gradients[0]))]
 
 
 def run(chain, start, stop, tree):
@@ -41,74 +42,80 @@ def run(chain, start, stop, tree):
         stop: The stage after the last; `[0, len(chain))` is the model's own run.
         tree: The `Range`s that the run recomputes.
     """
-    moments, whole = [], (start, stop) == (0, len(chain))
+    return [Moment(*moment) for moment in _run(chain, start, stop, tree)]
+
+
+def most(chain, start, stop, tree):
+    """Returns the most bytes of a run: see `run`."""
+    return max(size for _, _, size in _run(chain, start, stop, tree))
+
+
+def _run(chain, start, stop, tree):
+    moments, whole, lists = [], (start, stop) == (0, len(chain)), chain.lists
     level = _Level(chain, start, stop, tree, moments, loss=whole)
     if whole:
         level.forward(0.0, "forward")
         # The loss keeps about as much as it takes, and its gradient is as large.
-        moments.append(Moment("backward", stop, level.held() + 2 * chain.upstream[stop]))
+        moments.append(("backward", stop, level.held() + 2 * lists.upstream[stop]))
     else:
-        level.forward(chain.upstream[stop] + chain.gradients[stop], "re-run")
+        level.forward(lists.upstream[stop] + lists.gradients[stop], "re-run")
     level.backward(0.0)
     return moments
 
 
 def peak(chain, ranges):
     """Returns the most bytes of activations, their gradients and weight gradients that a step holds at once."""
-    return max(moment.bytes for moment in timeline(chain, ranges))
+    return max(most(chain, 0, len(chain), tree_of(ranges)), float(chain.gradients[0]))
 
 
 class _Level:
     """The stages `[start, stop)` in one taped run: the model's forward run, or the re-run of one segment."""
 
     def __init__(self, chain, start, stop, ranges, moments, loss=False):
-        self.chain, self.start, self.stop, self.moments, self.loss = chain, start, stop, moments, loss
+        self.lists, self.start, self.stop, self.moments, self.loss = chain.lists, start, stop, moments, loss
         self.home = {k: r for r in ranges if not r.part for k in range(r.start, r.stop)}
         self.parts = {r.start for r in ranges if r.part}
         self.internal, self.kept = {}, {}
 
-    def _first_read(self, tensor):
+    def _first_read(self, tensor, home):
         """Returns the first stage at which the backward pass looks for a tensor of this run in memory, or None."""
         first, homes, start, stop = None, self.home, self.start, self.stop
         for s in tensor.inner:  # plain stages, and the loss: a re-run makes nothing for that
-            if (start <= s < stop and s not in homes) or (self.loss and s == stop):
-                first = s if first is None or s < first else first
-        home = homes.get(tensor.producer)
+            if ((start <= s < stop and s not in homes) or (self.loss and s == stop)) and (first is None or s < first):
+                first = s
         for s, _ in tensor.uses:  # the re-run of another segment
             other = homes.get(s)
-            if other is not None and other is not home:
-                first = s if first is None or s < first else first
+            if other is not None and other is not home and (first is None or s < first):
+                first = s
         return first
 
     def forward(self, outer, phase):
         """Runs forward beside `outer` bytes. What is kept stays in `internal` and `kept`."""
-        chain, live, total = self.chain, {}, outer
-        for k in range(self.start, self.stop):
-            again, part = k in self.home, k in self.parts
-            tensors = chain.made(k)
-            made = sum([t.size for t in tensors])
-            if again:
-                now = chain.forward_extra[k]
-            elif part:
-                now = chain.part_internal[k] + chain.part_taped_extra[k]
+        x, live, total, homes, stop = self.lists, {}, outer, self.home, self.stop
+        note, kept, internal = self.moments.append, self.kept, self.internal
+        for k in range(self.start, stop):
+            home = homes.get(k)
+            if home is not None:
+                note((phase, k, total + x.made[k] + x.forward_extra[k]))
             else:
-                now = chain.internal[k] + chain.taped_extra[k]
-            self.moments.append(Moment(phase, k, float(total + made + now)))
-            if not again:
-                self.internal[k] = float(chain.part_internal[k] if part else chain.internal[k])
-                total += self.internal[k]
-            for t in tensors:
-                first = self._first_read(t)
+                part = k in self.parts
+                own = x.part_internal[k] if part else x.internal[k]
+                note((phase, k, total + x.made[k] + own + (x.part_taped_extra if part else x.taped_extra)[k]))
+                internal[k] = own
+                total += own
+            for t, size, last in x.tensors[k]:
+                first = self._first_read(t, home)
                 if first is not None:
-                    self.kept[t] = first
-                    total += t.size
-                else:
-                    last = max([s for s, _ in t.uses if s < self.stop], default=k)
-                    if last > k:
-                        live.setdefault(last, []).append(t)
-                        total += t.size
-            for t in live.pop(k, ()):
-                total -= t.size
+                    kept[t] = first
+                    total += size
+                    continue
+                if last >= stop:  # what only later runs read is theirs
+                    last = max([s for s, _ in t.uses if s < stop], default=k)
+                if last > k:
+                    live.setdefault(last, []).append(size)
+                    total += size
+            for size in live.pop(k, ()):
+                total -= size
 
     def held(self):
         """Returns the bytes that are kept now."""
@@ -116,28 +123,25 @@ class _Level:
 
     def backward(self, outer):
         """Runs backward beside `outer` bytes, and forgets what has done its duty."""
-        chain, k = self.chain, self.stop - 1
+        x, k, chain = self.lists, self.stop - 1, self.lists.chain
         total, release = self.held(), {}
         for t, first in self.kept.items():
             release.setdefault(first, []).append(t)
         for t in release.pop(len(chain), ()):
-            del self.kept[t]
             total -= t.size
         while k >= self.start:
             r = self.home.get(k)
             first = k if r is None else r.start
             if r is None:
-                own = self.internal.pop(k)
-                extra = chain.part_backward_extra[k] if k in self.parts else chain.backward_extra[k]
-                now = outer + total + chain.upstream[k + 1] + extra + chain.gradients[k + 1]
-                self.moments.append(Moment("backward", k, float(now)))
-                total -= own
+                extra = x.part_backward_extra[k] if k in self.parts else x.backward_extra[k]
+                now = outer + total + x.upstream[k + 1] + extra + x.gradients[k + 1]
+                self.moments.append(("backward", k, now))
+                total -= self.internal.pop(k)
             else:
                 inner = _Level(chain, r.start, r.stop, r.inside, self.moments)
-                inner.forward(outer + total + chain.upstream[k + 1] + chain.gradients[k + 1], "re-run")
+                inner.forward(outer + total + x.upstream[k + 1] + x.gradients[k + 1], "re-run")
                 inner.backward(outer + total)
             for s in range(first, k + 1):
                 for t in release.pop(s, ()):
-                    del self.kept[t]
                     total -= t.size
             k = first - 1

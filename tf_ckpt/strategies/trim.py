@@ -35,7 +35,7 @@ def _trimmed(chain, start, stop, tree, outer, peak):
         changed = False
         for r in sorted(tree, key=lambda r: chain.flops[r.start : r.stop].sum(), reverse=True):  # the dearest first
             rest = tuple(x for s in tree for x in (s.inside if s == r else (s,)))
-            if outer + max(m.bytes for m in simulate.run(chain, start, stop, rest)) <= peak:
+            if outer + simulate.most(chain, start, stop, rest) <= peak:
                 tree, changed = rest, True
     if not any(r.inside for r in tree):
         return tree
