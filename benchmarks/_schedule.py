@@ -8,8 +8,11 @@ it keeps inside:
     S[b,i], A[b,i]   o_i and a_i are held since before
     H[b,i,j]         o_j is there while i runs, for something later
 
-With `contiguous`, units run again as `tf.recompute_grad` does it: before the backward pass of a unit whose inside is not
-there, a stretch [s, b] runs, from what crosses its start. What is held meanwhile is free, also where segments would not nest.
+With `"stretches"`, units run again as `tf.recompute_grad` does it: before the backward pass of a unit whose inside is not
+there, a stretch [s, b] runs, from what crosses its start. What is held meanwhile is free, also where segments would not nest:
+a tensor inside of a stretch may be held, a stretch may begin within one that ran before and end outside of it, and what a
+stretch takes may go before its backward pass has come. With `"nested"` none of that is allowed, as `tf.recompute_grad` has
+it: that is the problem that `budget` solves.
 
 Bytes are those of `tf_ckpt.strategies.units`, so that each tree that the dynamic program knows is a solution.
 """
@@ -109,25 +112,27 @@ class _Sizes:
                 self.own[place[t.producer]] |= any(place[s] == place[t.producer] for s in t.inner)
 
 
-def cheapest(chain, cuts, memory, contiguous, seconds=60.0, gap=0.002):
+def cheapest(chain, cuts, memory, kind, seconds=60.0, gap=0.002):
     """Returns the `Solved` of the cheapest schedule in `memory` bytes.
 
     Args:
         chain: A `Chain`.
         cuts: Cuts between units, 0 and n among them.
         memory: Bytes of activations, their gradients and weight gradients.
-        contiguous: Whether units run again as stretches only.
+        kind: `"nested"`, `"stretches"` or `"any"`: how units may run again.
         seconds: The most that the solver may take.
         gap: The relative gap at which it may stop.
     """
-    z, program = _Sizes(chain, cuts), _Program()
+    z, program, contiguous = _Sizes(chain, cuts), _Program(), kind != "any"
     n, scale = z.n, memory  # sizes as shares of the memory: the solver's tolerances are absolute
     out, inside = z.out / scale, z.inside / scale
     held = {(b, i): program.variable() for b in range(n) for i in range(b + 1)}  # S
     kept = {(b, i): program.variable() for b in range(n) for i in range(b + 1)}  # A
     price = max(z.full.sum(), 1.0)
     if contiguous:
-        run, part = _stretches(program, z, held, price), {}
+        (run, starts), part = _stretches(program, z, held, price), {}
+        if kind == "nested":
+            _nest(program, z, starts, held, kept)
     else:
         run = {(b, i): program.variable(z.full[i] / price) for b in range(n) for i in range(b + 1)}  # F
         part = {(b, i): program.variable(z.inner[i] / price) for b in range(n) for i in range(b + 1)}  # I
@@ -167,11 +172,12 @@ def cheapest(chain, cuts, memory, contiguous, seconds=60.0, gap=0.002):
 
 
 def _stretches(program, z, held, price):
-    """Adds the stretches [s, b] that may run again, and returns variables for the units in them."""
-    run = {}
+    """Adds the stretches [s, b] that may run again, and returns variables for the units in them, and for their starts."""
+    run, found = {}, {}
     for b in range(z.n):
         starts = {s: program.variable(z.reruns[s, b + 1] / price) for s in range(b + 1)}
         for s, start in starts.items():
+            found[b, s] = start
             for j in set().union(*z.takes[s : b + 1]):
                 if j < s:
                     program.at_most([(1, start), (-1, held[b, j])], 0)
@@ -180,7 +186,23 @@ def _stretches(program, z, held, price):
             terms = [(1, starts[s]) for s in range(i + 1)]
             program.at_most([*terms, (-1, run[b, i])], 0)
             program.at_most([*((-1, x) for _, x in terms), (1, run[b, i])], 0)
-    return run
+    return run, found
+
+
+def _nest(program, z, starts, held, kept):
+    """Demands of stretches that each lies within another or apart, holds what it takes, and finds nothing of its inside."""
+    for (b, s), start in starts.items():
+        for j in set().union(*z.takes[s : b + 1]):
+            if j < s:
+                for c in range(s - 1, b):
+                    program.at_most([(1, start), (-1, held[c, j])], 0)
+        for c in range(s, b):  # stretches that run later and end inside
+            for r in range(s):
+                program.at_most([(1, start), (1, starts[c, r])], 1)
+        for i in range(s, b + 1):
+            program.at_most([(1, start), (1, kept[b, i])], 1)
+            if not any(i in z.takes[k] for k in range(b + 1, z.n + 1)):  # else it crosses the end, and is held
+                program.at_most([(1, start), (1, held[b, i])], 1)
 
 
 def _memory_of_reruns(program, z, b, scale, held, kept, run, part):

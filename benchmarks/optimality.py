@@ -4,10 +4,11 @@
     python benchmarks/optimality.py --models resnet50 --units 12 --seconds 300
 
 Both plan on the same units (a model's calls, merged) with the same bytes and FLOPs; nothing is trained. The program
-(`_schedule.py`, solved by scipy's HiGHS) runs units again in stretches, as `tf.recompute_grad` does, but what it holds
-meanwhile need not nest. Where the solver has not finished, "optimum" is the bound that it has proven, with "at least".
-"any" is the same for schedules of any kind, as Checkmate has them: these may run single units again out of a stretch, which
-no `tf.recompute_grad` can. Budgets go from the least that "budget" can meet to the plain model's peak. The exit status is 1 if
+(`_schedule.py`, solved by scipy's HiGHS) runs units again in stretches that nest, as `tf.recompute_grad` does. Where the
+solver has not finished, "optimum" is the bound that it has proven, with "at least". The two columns after the ratio have
+more freedom than any `tf.recompute_grad`: in "not nested" stretches may overlap, and let go of what they take before their backward pass;
+in "any", as Checkmate has it, single units may run again as well. "budget" may be below the optimum: it also has the plans
+of other strategies, whose segments begin and end within units. Budgets go from the least that "budget" can meet to the plain model's peak. The exit status is 1 if
 "budget" adds more than 1.02 times a proven optimum.
 """
 
@@ -87,11 +88,10 @@ def compare(name, arguments, table):
         tree = budget(chain, memory, parts=False, limit=arguments.units)
         ours, own_time = chain.added_flops(tree), time.perf_counter() - start
         start = time.perf_counter()
-        best = cheapest(chain, cuts, memory, True, arguments.seconds)
-        free = cheapest(chain, cuts, memory, False, arguments.seconds)
+        best, loose, free = (cheapest(chain, cuts, memory, x, arguments.seconds) for x in ("nested", "stretches", "any"))
         solver_time = time.perf_counter() - start
         overhead = ours / best.bound if best.bound else (1.0 if ours == 0 else np.inf)
-        if best.infeasible or (best.proven and overhead > BOUND):
+        if (best.proven and overhead > BOUND):
             missed.append(f"{name} at {memory / MIB:,.0f} MiB: {overhead:.4f} times the optimum")
         table.add_row(
             f"{name}, {len(cuts) - 1} units" if number == 0 else "",
@@ -100,6 +100,7 @@ def compare(name, arguments, table):
             f"{ours / chain.step_flops:.2%}",
             shown(best, chain.step_flops),
             f"{overhead:.3f}",
+            shown(loose, chain.step_flops),
             shown(free, chain.step_flops),
             f"{own_time:.1f}",
             f"{solver_time:.0f}",
@@ -121,7 +122,7 @@ def main():
     arguments = parser.parse_args()
     table = Table(title=f'"budget" against a mixed-integer program, batch {arguments.batch_size}')
     table.add_column("model", no_wrap=True)
-    headings = ("MiB", "of plain", '"budget" adds', "optimum", "ratio", "any", "seconds", "solvers' seconds")
+    headings = ("MiB", "of plain", '"budget" adds', "optimum", "ratio", "not nested", "any", "seconds", "solvers' seconds")
     for heading in headings:
         table.add_column(heading, justify="right")
     missed = []
