@@ -16,20 +16,24 @@ if _keras.backend.backend() != "tensorflow":
     )
 
 from tf_ckpt import callbacks, layers, strategies  # noqa: E402
+from tf_ckpt.calibration import Calibration  # noqa: E402
 from tf_ckpt.errors import CheckpointError, CheckpointWarning  # noqa: E402
 from tf_ckpt.layers import Recompute  # noqa: E402
+from tf_ckpt.measuring import calibrate  # noqa: E402
 from tf_ckpt.plan import Plan, Segment  # noqa: E402
 from tf_ckpt.replay import disabled, is_recomputing, recompute  # noqa: E402
 from tf_ckpt.transform import apply, plan, plan_of, remove  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
+    "Calibration",
     "CheckpointError",
     "CheckpointWarning",
     "Plan",
     "Recompute",
     "Segment",
     "apply",
+    "calibrate",
     "callbacks",
     "disabled",
     "is_recomputing",

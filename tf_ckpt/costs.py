@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tf_ckpt import functions, tf_internals
 from tf_ckpt import graph as keras_graph
-from tf_ckpt.flops import operation_flops, unknown_types
+from tf_ckpt.flops import Work, operation_flops, operation_work, unknown_types
 from tf_ckpt.inspection import TAPE_INSIDE, unrepeatable
 from tf_ckpt.liveness import ALIASES, ELEMENTWISE, FREE, UNKNOWN, buffers, held, highest, key_of, root
 
@@ -49,6 +49,9 @@ class NodeCost:
         backward_extra: Most bytes of the backward pass beside what was kept and the gradients of the outputs.
         part: What can be recomputed inside the call: a `Part`, or None.
         unknown: Types of the operations whose FLOPs are a guess, one for each element that they make; sorted.
+        work: What the forward run does, as a tuple of `flops.Work`. It names no device: a `Calibration` prices it.
+        pruned_work: The same of `pruned_flops`.
+        backward_work: The same of `backward_flops`.
     """
 
     internal_bytes: int
@@ -69,6 +72,9 @@ class NodeCost:
     backward_extra: int = 0
     part: object = None
     unknown: tuple = ()
+    work: tuple = ()
+    pruned_work: tuple = ()
+    backward_work: tuple = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +87,7 @@ class Part:
         flops: FLOPs of the part's re-run.
         taped_extra: As in `NodeCost`, in that case.
         backward_extra: As in `NodeCost`, in that case.
+        work: What the re-run does, as a tuple of `flops.Work`.
     """
 
     name: str
@@ -88,6 +95,7 @@ class Part:
     flops: float
     taped_extra: int
     backward_extra: int
+    work: tuple = ()
 
 
 def concrete_shape(spec, batch_size):
@@ -174,13 +182,22 @@ def _between(first, second, share):
             if values[field.name] is None:
                 return None
         elif isinstance(a, (int, float)) and not isinstance(a, bool):
-            value = a + (b - a) * share
-            values[field.name] = math.ceil(value - 1e-6) if isinstance(a, int) else value
+            values[field.name] = _number_between(a, b, share)
         elif a == b:
             values[field.name] = a
+        elif field.name.endswith("work") and [(x.kind, x.times) for x in a] == [(x.kind, x.times) for x in b]:
+            values[field.name] = tuple(
+                x._replace(flops=_number_between(x.flops, y.flops, share), bytes=_number_between(x.bytes, y.bytes, share))
+                for x, y in zip(a, b, strict=True)
+            )
         else:
             return None
     return type(first)(**values)
+
+
+def _number_between(a, b, share):
+    value = a + (b - a) * share
+    return math.ceil(value - 1e-6) if isinstance(a, int) else value
 
 
 def _of_operation(operation):
@@ -234,8 +251,10 @@ def by_size(node, batch_size):
     """Returns a `NodeCost` of a node from the sizes of its outputs alone, without a trace."""
     size = sum(tensor_bytes(node.specs[x], batch_size) for x in node.outputs)
     ones, weights = [1] * len(node.inputs), _weight_bytes(node)
+    once = Work("memory", size, 2 * size)  # read and written
+    work = {"work": (once,), "pruned_work": (once,), "backward_work": (once, once)}
     return NodeCost(
-        size, (True,) * len(ones), (True,) * len(node.outputs), tuple(ones), size, size, 2 * size, weights, False, False
+        size, (True,) * len(ones), (True,) * len(node.outputs), tuple(ones), size, size, 2 * size, weights, False, False, **work
     )
 
 
@@ -345,6 +364,9 @@ class _Account:
             backward_extra=back,
             part=None if reason else self._part(part_name, inside, internal, back),
             unknown=tuple(sorted(unknown_types([*self.forward, *self.backward]))),
+            work=_work(self.forward),
+            pruned_work=_work(_needed(self.kept_operations, self.forward)),
+            backward_work=_work(self.backward),
         )
 
     def _takers(self):
@@ -379,17 +401,23 @@ class _Account:
         if not name or len(inside) != 1 or size > 0.9 * internal:
             return None
         again = [x.op for x in self.internal if id(x.op) in own and x.ref() not in leaves]
+        rerun = _needed(again, list(own.values()))
         return Part(
             name=name,
             internal_bytes=size,
-            flops=_flops(_needed(again, list(own.values()))),
+            flops=_flops(rerun),
             taped_extra=self._peaks(list(kept.values()))[1],
             backward_extra=back + internal - size,
+            work=_work(rerun),
         )
 
 
 def _flops(operations):
     return sum(operation_flops(op) for op in operations)
+
+
+def _work(operations):
+    return tuple(work for op in operations for work in operation_work(op))
 
 
 def _needed(wanted, operations):

@@ -6,10 +6,28 @@ body of a loop for each of its turns, the dearest branch of a condition.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
 from tf_ckpt import functions
+
+
+class Work(NamedTuple):
+    """What one operation does, for a `Calibration` to price.
+
+    Attributes:
+        kind: `"matmul"`, `"convolution"`, or `"memory"` for what reads and writes more than it computes.
+        flops: FLOPs of one run.
+        bytes: Bytes that one run reads and writes.
+        times: How often it runs: the turns of the loop that it is in.
+    """
+
+    kind: str
+    flops: float
+    bytes: int
+    times: int = 1
 
 
 def _names(text):
@@ -268,6 +286,46 @@ def operation_flops(op):
     if op.type in _TAKE:
         return _TAKE[op.type] * _elements(op.inputs[0])
     return _TAPS.get(op.type, 1) * sum(_elements(x) for x in op.outputs)
+
+
+# No FLOPs, but bytes that are copied.
+_MOVES = _names("Pack Slice Split SplitV StridedSlice Unpack TensorListGetItem TensorListSetItem")
+# These read no more of their inputs than they make.
+_READS_PART = _names("Gather GatherNd GatherV2 ResourceGather ResourceGatherNd Slice StridedSlice TensorListGetItem")
+_FACTORS = _names("Cholesky LogMatrixDeterminant MatrixDeterminant MatrixInverse MatrixSolve MatrixTriangularSolve")
+_FACTORS |= _names("Qr SelfAdjointEigV2 Svd")  # many FLOPs for each byte, as in a matmul
+_FOLDED = 16  # elements: up to these, it is shapes and constants, which graph optimisers fold or the host computes beside
+
+
+def operation_work(op):
+    """Returns what one `tf.Operation` does, as a list of `Work`: none for aliases, several for what calls functions.
+
+    Args:
+        op: The operation. Open dimensions and turns count as in `operation_flops`.
+    """
+    graphs = functions.graphs(op)
+    if graphs:
+        dearest = max(graphs, key=lambda graph: sum(operation_flops(x) for x in functions.needed(graph)))
+        inside = [work for x in functions.needed(dearest) for work in operation_work(x)]
+        return [work._replace(times=work.times * _turns(op)) for work in inside]
+    if op.type in _NONE and op.type not in _MOVES:
+        return []
+    made, taken = list(op.outputs), list({x.ref(): x for x in op.inputs}.values())
+    if max((_elements(x) for x in [*made, *taken]), default=0) <= _FOLDED:
+        return []
+    size = sum(_bytes(x) for x in made)
+    size = 2 * size if op.type in _READS_PART else size + sum(_bytes(x) for x in taken)
+    return [Work(_kind(op), operation_flops(op), size)]
+
+
+def _kind(op):
+    if op.type in _FACTORS or (op.type in _PRODUCTS and "Conv" not in op.type and len(op.inputs) > 1):
+        return "matmul"
+    return "convolution" if op.type in _PRODUCTS and "Conv" in op.type else "memory"
+
+
+def _bytes(tensor):
+    return 0 if tensor.dtype in (tf.variant, tf.resource, tf.string) else _elements(tensor) * tensor.dtype.size
 
 
 def _turns(op):

@@ -12,6 +12,11 @@ MIB = 2**20
 ALLOCATOR = 1.06
 
 
+def unit_text(unit):
+    """Returns the unit of a plan or chain as text: FLOPs are counted, seconds are a prediction."""
+    return "FLOPs" if unit == "FLOPs" else "predicted seconds"
+
+
 @dataclasses.dataclass(frozen=True)
 class Segment:
     """A stretch of a model that is recomputed as one.
@@ -26,6 +31,7 @@ class Segment:
             inside of. Of a part: bytes that the call keeps inside all the same.
         frees_bytes: Bytes that would be kept too if it alone ran plain; negative if it makes others keep more than that.
         rerun_flops: FLOPs of one re-run of it, without those of what is `inside`.
+        rerun_seconds: Seconds that this should take, in a plan whose `unit` is `"seconds"`; else 0.
     """
 
     layers: tuple
@@ -34,11 +40,14 @@ class Segment:
     keeps_bytes: int = dataclasses.field(default=0, compare=False)
     frees_bytes: int = dataclasses.field(default=0, compare=False)
     rerun_flops: float = dataclasses.field(default=0.0, compare=False)
+    rerun_seconds: float = dataclasses.field(default=0.0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is recomputed. Plans are equal if they recompute the same layers and parts, nested alike, of the same calls.
+    """What is recomputed.
+
+    Plans are equal if they recompute the same layers and parts, nested alike, of the same calls, priced in the same unit.
 
     Bytes are predictions for `batch_size` from one trace of each kind of layer.
 
@@ -50,7 +59,8 @@ class Plan:
         activation_bytes: Predicted bytes of activations, their gradients and weight gradients at the worst moment of a step,
             with 6 % for what the allocator loses.
         plain_activation_bytes: The same without recompute.
-        overhead: Predicted FLOPs of all re-runs, as a share of the plain step's FLOPs.
+        overhead: Predicted FLOPs of all re-runs, as a share of the plain step's FLOPs; or predicted seconds of all re-runs, as
+            a share of the plain step's predicted seconds, where `unit` says so.
         weight_bytes: Bytes of the weights.
         optimizer_bytes: Bytes of the optimizer's slots.
         peak_bytes: Weights, optimizer slots and `activation_bytes`.
@@ -60,6 +70,8 @@ class Plan:
         plain_moments: The same without recompute.
         curve: Pairs `(peak_bytes, overhead)` of the plans that other budgets give; empty if they are not known.
         unknown: Types of operations whose FLOPs are not known: the elements that they make count instead.
+        unit: `"FLOPs"`, or `"seconds"` if a `Calibration` of a device priced what is run again: what the strategy had as
+            little as possible of, and `overhead` and `curve` are shares of.
     """
 
     strategy: str = dataclasses.field(compare=False)
@@ -75,6 +87,7 @@ class Plan:
     plain_moments: tuple = dataclasses.field(default=(), compare=False, repr=False)
     curve: tuple = dataclasses.field(default=(), compare=False, repr=False)
     unknown: tuple = dataclasses.field(default=(), compare=False, repr=False)
+    unit: str = "FLOPs"
 
     @classmethod
     def of(cls, chain, ranges, strategy, *, weight_bytes=None, optimizer_bytes=0, curve=()):
@@ -117,6 +130,7 @@ class Plan:
             moments=moments,
             plain_moments=plain,
             unknown=tuple(chain.unknown),
+            unit="FLOPs" if chain.unit == "FLOPs" else "seconds",
             curve=tuple((int(size), float(overhead)) for size, overhead in curve),
         )
 
@@ -152,10 +166,10 @@ class Plan:
         table = Table()
         table.add_column("", justify="right")  # the number that the plot shows
         table.add_column("Segment", overflow="fold")
-        for head in ("Calls", "Keeps\nMiB", "Frees\nMiB", "Re-runs\nGFLOPs"):
+        for head in ("Calls", "Keeps\nMiB", "Frees\nMiB", "Re-runs\nGFLOPs" if self.unit == "FLOPs" else "Re-runs\nms"):
             table.add_column(head, justify="right")
         for number, segment in enumerate(self.segments, 1):
-            _add_rows(table, segment, str(number), 0)
+            _add_rows(table, segment, str(number), 0, self.unit)
         # Names are no markup, and the text may go to a log.
         plain = {"markup": False, "highlight": False, "emoji": False, "color_system": None, "force_jupyter": False}
         console = Console(width=100 if print_fn else None, **plain)
@@ -167,7 +181,7 @@ class Plan:
                 f"Activations and gradients: {self.plain_activation_bytes / MIB:,.1f} MiB plain, "
                 f"{self.activation_bytes / MIB:,.1f} MiB planned.",
                 f"With {fixed}: {self.plain_peak_bytes / MIB:,.1f} MiB plain, {self.peak_bytes / MIB:,.1f} MiB planned.",
-                f"Re-runs: {100 * self.overhead:.1f} % of the plain step's FLOPs.",
+                f"Re-runs: {100 * self.overhead:.1f} % of the plain step's {unit_text(self.unit)}.",
                 *([f"Counted by the size of what they make: {', '.join(self.unknown)}."] if self.unknown else []),
             ):
                 console.print(line, soft_wrap=True)
@@ -258,19 +272,21 @@ def _segments(chain, tree):
     def made(r, begin, end):  # `r` runs in a run of the stages [begin, end)
         if r.part:
             keeps = chain.part_internal[r.start]
-            frees, flops = chain.internal[r.start] - keeps, chain.part_flops[r.start]
+            frees = chain.internal[r.start] - keeps
         else:
             keeps = sum(
                 t.size for t in chain.crossing(r.stop) if t.producer >= r.start and any(r.stop <= s < end for s, _ in t.uses)
             )
-            frees, flops = _frees(chain, taken, r, begin, end), chain.rerun_flops(r.start, r.stop)
+            frees = _frees(chain, taken, r, begin, end)
+        alone = [r._replace(inside=())]
         return Segment(
             layers=tuple(chain.names[r.start : r.stop]),
             inside=tuple(made(inner, r.start, r.stop) for inner in r.inside),
             part=chain.part_names[r.start] if r.part else "",
             keeps_bytes=int(keeps),
             frees_bytes=int(frees),
-            rerun_flops=float(flops),
+            rerun_flops=float((chain.counted or chain).added_flops(alone)),
+            rerun_seconds=1e-9 * float(chain.added_flops(alone)) if chain.unit == "nanoseconds" else 0.0,
         )
 
     return tuple(made(r, 0, len(chain) + 1) for r in tree)  # stage len(chain) is the loss
@@ -292,15 +308,16 @@ def _frees(chain, taken, r, begin, end):
     return freed
 
 
-def _add_rows(table, segment, number, level):
+def _add_rows(table, segment, number, level, unit):
     from rich.padding import Padding
     from rich.text import Text
 
     name = segment.layers[0] if len(segment.layers) == 1 else f"{segment.layers[0]} ... {segment.layers[-1]}"
     if segment.part:
         name += f" ({segment.part})"
-    figures = (segment.keeps_bytes / MIB, segment.frees_bytes / MIB, segment.rerun_flops / 1e9)
+    again = segment.rerun_flops / 1e9 if unit == "FLOPs" else segment.rerun_seconds * 1e3
+    figures = (segment.keeps_bytes / MIB, segment.frees_bytes / MIB, again)
     indented = Padding(Text(name, overflow="fold"), (0, 0, 0, 2 * level))
     table.add_row(number, indented, str(len(segment.layers)), *(f"{x:,.1f}" for x in figures))
     for inner in segment.inside:
-        _add_rows(table, inner, "", level + 1)
+        _add_rows(table, inner, "", level + 1, unit)

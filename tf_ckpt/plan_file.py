@@ -1,26 +1,12 @@
 """Plans as JSON files: what `Plan.save` writes and `Plan.load` reads."""
 
 import dataclasses
-import json
-import os
 
+from tf_ckpt import json_file
 from tf_ckpt.errors import CheckpointError
 from tf_ckpt.plan import Plan, Segment
 
-FORMAT = "tf_ckpt.Plan"
 VERSION = 1
-
-
-def checked_path(path):
-    """Returns a path as a string.
-
-    Raises:
-        TypeError: If it is not a string or path-like.
-    """
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    if not isinstance(text, str):
-        raise TypeError(f"`path` must be a string or path-like. Received: path={path!r} of type {type(path).__name__}")
-    return text
 
 
 def write(plan, path):
@@ -30,21 +16,7 @@ def write(plan, path):
         plan: A `Plan`.
         path: String or path-like.
     """
-    path = os.path.realpath(checked_path(path))  # a link stays one
-    content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(plan)}
-    lines = (f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in content.items())
-    text = "{\n" + ",\n".join(lines) + "\n}\n"
-    unfinished = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(unfinished, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except BaseException:
-        if os.path.exists(unfinished):
-            os.remove(unfinished)
-        raise
+    json_file.write(path, {"format": "tf_ckpt.Plan", "version": VERSION, **dataclasses.asdict(plan)})
 
 
 def read(path):
@@ -59,28 +31,8 @@ def read(path):
     Raises:
         CheckpointError: If the file holds no plan that this version reads.
     """
-    path = checked_path(path)
-    with open(path, "rb") as file:
-        data = file.read()
-    try:
-        content = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"Not a plan: `Plan.load` reads the JSON that `Plan.save` writes. Received: path={path!r}, which holds "
-            f"{data[:40]!r}{'...' if len(data) > 40 else ''} ({error})"
-        ) from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        what = f"format={content.get('format')!r}" if isinstance(content, dict) else f"a {type(content).__name__}"
-        raise CheckpointError(
-            f"Not a plan: a file of `Plan.save` has format={FORMAT!r}. Received: path={path!r}, which holds {what}"
-        )
-    version = content.get("version")
-    if version != VERSION or isinstance(version, bool):
-        raise CheckpointError(
-            f"This tf_ckpt reads plans of version {VERSION}. Received: path={path!r}, which holds version={version!r}. "
-            "Make the plan again with `tf_ckpt.plan`, or read it with the tf_ckpt that wrote it."
-        )
-    return _Reader(path).plan(content)
+    content = json_file.read(path, "Plan", VERSION, "tf_ckpt.plan")
+    return _Reader(json_file.checked_path(path)).plan(content)
 
 
 class _Reader:
@@ -120,6 +72,7 @@ class _Reader:
             plain_moments=tuple(self._take(content, "plain_moments", _sizes, "a list of bytes")),
             curve=tuple((size, float(overhead)) for size, overhead in pairs),
             unknown=tuple(self._take(content, "unknown", _texts, "a list of operation types")),
+            unit=self._take(content, "unit", lambda x: x in ("FLOPs", "seconds"), "'FLOPs' or 'seconds'"),
             **{key: self._take(content, key, _size, "a whole number, 0 or more") for key in sizes},
         )
 
@@ -156,6 +109,7 @@ class _Reader:
                     keeps_bytes=self._take(item, "keeps_bytes", _size, "a whole number, 0 or more"),
                     frees_bytes=self._take(item, "frees_bytes", _whole, "a whole number"),
                     rerun_flops=float(self._take(item, "rerun_flops", _number, "a number, 0 or more")),
+                    rerun_seconds=float(self._take(item, "rerun_seconds", _number, "a number, 0 or more")),
                 )
             )
             start = first + len(names)

@@ -3,7 +3,8 @@
 import os
 
 from tf_ckpt.errors import CheckpointError
-from tf_ckpt.plan_file import checked_path
+from tf_ckpt.json_file import checked_path
+from tf_ckpt.plan import unit_text
 from tf_ckpt.strategies.tree import depth, tree_of, walk
 
 MIB = 2**20
@@ -208,7 +209,7 @@ def _curve(axes, plan):
     axes.margins(x=0.06)
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.set_xlabel("Peak memory (MiB)")
-    axes.set_ylabel("Overhead (% of the plain step's FLOPs)")
+    axes.set_ylabel(f"Overhead (% of the plain step's {unit_text(plan.unit)})")
     axes.set_title("What less memory costs", fontsize="medium")
     axes.grid(color="0.9")
     axes.set_axisbelow(True)

@@ -10,10 +10,11 @@ import numbers
 import keras
 import numpy as np
 
+from tf_ckpt import calibration
 from tf_ckpt.budgets import memory_bytes, optimizer_bytes, variable_bytes
 from tf_ckpt.errors import CheckpointError
 from tf_ckpt.graph import inner_part
-from tf_ckpt.plan import ALLOCATOR, MIB, Plan
+from tf_ckpt.plan import ALLOCATOR, MIB, Plan, unit_text
 from tf_ckpt.stages import Stages
 from tf_ckpt.strategies import budget, full, recursive, selective, sqrt
 from tf_ckpt.strategies.budget import curve_of, least
@@ -26,7 +27,7 @@ _CAUTION = 1.04  # a budget is to be kept, and allocators often lose more than `
 _GOES_WITH = {"layers": "selective", "target": "selective", "memory": "budget", "levels": "recursive"}
 
 
-def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=False, **options):
+def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=False, device=None, **options):
     """Returns the `Plan` for a model.
 
     Args:
@@ -36,9 +37,11 @@ def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=
         batch_size: See `tf_ckpt.apply`.
         optimizer: See `tf_ckpt.plan`.
         curve: Whether the plan shall hold the trade-off curve.
+        device: See `tf_ckpt.apply`.
         **options: `layers`, `target`, `memory` and `levels`: see `tf_ckpt.apply`.
     """
     _check(strategy, batch_size, options)
+    device = calibration.of(device, strategy)
     stages = Stages(level)
     if isinstance(strategy, Plan):
         _check_parts(strategy.segments, dict(zip(stages.names, stages.nodes, strict=True)))
@@ -48,7 +51,7 @@ def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=
         batch_size = stated or _DEFAULT_BATCH
     chosen = None if options.get("layers") is None else _chosen(stages, options["layers"])
     fixed = {"weight_bytes": variable_bytes(model.weights), "optimizer_bytes": optimizer_bytes(model, optimizer)}
-    chain = stages.chain(int(batch_size))
+    chain = stages.chain(int(batch_size), device)
     if callable(strategy):
         made, name = strategy(chain), getattr(strategy, "__name__", "callable")
         if isinstance(made, Plan):
@@ -94,10 +97,10 @@ def _budget(chain, memory, held):
     if ranges is None:
         tree = least(chain)
         size = math.ceil(10 * (held + ALLOCATOR * _CAUTION * chain.peak(tree)) / MIB) / 10  # so that what it says will do
-        flops = 100 * chain.added_flops(tree) / max(chain.step_flops, 1)
+        added = f"{100 * chain.added_flops(tree) / max(chain.step_flops, 1):.1f} % more {unit_text(chain.unit)}"
         raise CheckpointError(
             f"No plan fits. The least that a plan was found for is {size:,.1f} MiB, {held / MIB:,.1f} MiB of it weights and "
-            f"optimizer, at {flops:.1f} % more FLOPs. Give more memory, or a smaller batch size than {chain.batch_size}. "
+            f"optimizer, at {added}. Give more memory, or a smaller batch size than {chain.batch_size}. "
             f"Received: memory={memory!r}, which is {(most + held) / MIB:,.1f} MiB"
         )
     return ranges

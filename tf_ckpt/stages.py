@@ -1,5 +1,6 @@
 """From a model's nodes to the `Chain` of stages that strategies plan on."""
 
+import dataclasses
 import warnings
 
 import keras
@@ -67,8 +68,13 @@ class Stages:
                 reach[stage] = reach[stage].union(own, *(reach[s] for s in uses))
         return reach
 
-    def chain(self, batch_size):
-        """Returns the `Chain` for a batch size, from a trace of each kind of call."""
+    def chain(self, batch_size, device=None):
+        """Returns the `Chain` for a batch size, from a trace of each kind of call.
+
+        Args:
+            batch_size: Integer.
+            device: A `Calibration` that turns FLOPs into time, or None.
+        """
         cache = {}
         # A `tf.function` would keep the trace that is made here, side effects left out and all.
         hidden = [keras_graph.compiled_call(node.operation) for node in self.nodes]
@@ -101,7 +107,7 @@ class Stages:
             if id(self.nodes[stage].operation) not in seen:
                 weights[stage] = costs[stage].weight_bytes
                 seen.add(id(self.nodes[stage].operation))
-        return Chain(
+        chain = Chain(
             names=tuple(self.names),
             internal=np.array([c.internal_bytes for c in costs], float),
             flops=np.array([c.flops for c in costs], float),
@@ -123,6 +129,7 @@ class Stages:
             tensors=tuple(tensors),
             batch_size=batch_size,
         )
+        return chain if device is None else _timed(chain, costs, device)
 
     def _differentiated(self):
         """Returns for each stage which of its inputs a gradient is asked for: those after the first trainable weight."""
@@ -193,6 +200,27 @@ def refusal(stages, plan):
             if overlap[0] < overlap[1] and overlap not in ((start, stop), (r.start, r.stop)):
                 return f"its segment from '{name}' on cuts through the nested model of '{stages.names[start]}'"
     return ""
+
+
+def _timed(chain, costs, device):
+    """Returns a chain in nanoseconds on a device: what was traced knows no device, and is priced anew for each."""
+    known = {}
+
+    def nanoseconds(works):
+        for work in works:  # calls alike share their costs, hence these tuples
+            if id(work) not in known:
+                known[id(work)] = 1e9 * sum(x.times * device.seconds(x.kind, x.flops, x.bytes) for x in work)
+        return np.array([known[id(work)] for work in works], float)
+
+    return dataclasses.replace(
+        chain,
+        flops=nanoseconds([c.work for c in costs]),
+        pruned_flops=nanoseconds([c.pruned_work for c in costs]),
+        backward_flops=nanoseconds([c.backward_work for c in costs]),
+        part_flops=nanoseconds([() if c.part is None else c.part.work for c in costs]),
+        unit="nanoseconds",
+        counted=chain,
+    )
 
 
 def _parts(costs):

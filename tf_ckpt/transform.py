@@ -16,7 +16,18 @@ from tf_ckpt.strategies.tree import tree_of
 _plans = weakref.WeakKeyDictionary()  # applied model -> (plan, plain model)
 
 
-def plan(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, target=None, levels=None, optimizer=None):
+def plan(
+    model,
+    strategy="sqrt",
+    *,
+    batch_size=None,
+    memory=None,
+    layers=None,
+    target=None,
+    levels=None,
+    optimizer=None,
+    device=None,
+):
     """Plans what to recompute, and does nothing with it yet.
 
     Args:
@@ -30,6 +41,7 @@ def plan(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, t
         levels: See `apply`.
         optimizer: The optimizer whose slots count, or its name. Defaults to the one that the model is compiled with, or
             else Adam.
+        device: See `apply`.
 
     Returns:
         A `Plan`, which can be looked at (`summary()`, `plot(path)`), stored (`save(path)`) and applied.
@@ -39,10 +51,11 @@ def plan(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, t
         CheckpointError: If the model is no graph of layers, or the strategy or layers do not exist.
     """
     options = {"memory": memory, "layers": layers, "target": target, "levels": levels}
-    return make_plan(_graph_of(model), model, strategy, batch_size=batch_size, optimizer=optimizer, curve=True, **options)
+    options |= {"batch_size": batch_size, "optimizer": optimizer, "device": device}
+    return make_plan(_graph_of(model), model, strategy, curve=True, **options)
 
 
-def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, target=None, levels=None):
+def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, target=None, levels=None, device=None):
     """Makes a model that keeps less for the backward pass and recomputes the rest, exactly.
 
     The result has the class, layers, names, variables (the same objects), inputs and outputs of `model`, which is not
@@ -73,6 +86,8 @@ def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, 
             `layer -> bool`.
         target: With `"selective"`: the share of the activation bytes to come down to, above 0 and below 1.
         levels: With `"recursive"`: how deep segments may lie within segments. Defaults to as many as pay.
+        device: A `Calibration` from `tf_ckpt.calibrate`, or the path of its file: what is run again is then counted in the
+            seconds that it should take on that device. Defaults to FLOPs.
 
     Returns:
         A model of the same class as `model`.
@@ -92,7 +107,7 @@ def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, 
     """
     level = _graph_of(model)
     options = {"memory": memory, "layers": layers, "target": target, "levels": levels}
-    made = make_plan(level, model, strategy, batch_size=batch_size, **options)
+    made = make_plan(level, model, strategy, batch_size=batch_size, device=device, **options)
     plain = remove(model)
     stages = Stages(level)
     if tuple(stages.names) != made.layers:

@@ -48,6 +48,9 @@ class Tensor:
 class Chain:
     """The stages of a model with their costs. Bytes and FLOPs are for `batch_size`.
 
+    Where `unit` is `"nanoseconds"`, all that is called FLOPs here is what they take on a device: a strategy minimises a
+    number, and need not know which.
+
     Attributes:
         names: Name of each stage, `outer/inner` inside nested models.
         internal: Bytes that each stage keeps from forward to backward, beside tensors between stages.
@@ -74,6 +77,8 @@ class Chain:
         batch_size: Integer.
         shared: Tuples of the stages that share trainable weights, if they are more than two.
         unknown: Types of the operations whose FLOPs are not known, so that their outputs' elements stand for them.
+        unit: `"FLOPs"` or `"nanoseconds"`: not seconds, so that the numbers are far above 1, as FLOPs are.
+        counted: The same chain in FLOPs, where the unit is another; else None.
     """
 
     names: tuple
@@ -100,6 +105,8 @@ class Chain:
     batch_size: int
     shared: tuple = ()
     unknown: tuple = ()
+    unit: str = "FLOPs"
+    counted: "Chain | None" = None
 
     def __len__(self):
         return len(self.names)
