@@ -28,8 +28,9 @@ class MemoryLogger(keras.callbacks.Callback):
     - `peak_memory_mib_gpu_0`, ...: with several GPUs, each one's peak. The two figures above are then those of the GPU
       with the highest peak.
     - `val_peak_memory_mib`: the same for validation batches, in epochs that have validation.
-    - `recompute_overhead`: the plan's predicted share of the plain training step's FLOPs that is computed again, such
-      as 0.33: a prediction, no measurement. 0.0 for a plain model; not logged where it is not known.
+    - `recompute_overhead`: the plan's predicted share of the plain training step's FLOPs (of its predicted seconds, if
+      the plan was made with `device=`) that is computed again, such as 0.33: a prediction, no measurement. 0.0 for a
+      plain model; not logged where it is not known.
 
     Callbacks run in the order of the list, and each sees what those before it wrote. History and the progress bar come
     last and always have the figures; **put `MemoryLogger` before** `CSVLogger`, `TensorBoard`, `EarlyStopping` and

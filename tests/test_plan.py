@@ -437,18 +437,23 @@ def changed(plan, tmp_path, change):
     return tmp_path / "plan.json"
 
 
-@pytest.mark.parametrize("key", FIELDS)
+@pytest.mark.parametrize("key", [key for key in FIELDS if key != "unit"])
 def test_a_file_without_a_key(plan, tmp_path, key):
     path = changed(plan, tmp_path, lambda content: content.pop(key))
     with pytest.raises(CheckpointError, match=rf"A plan needs '{key}': .*Received: path=.*, which has \['"):
         Plan.load(path)
 
 
-@pytest.mark.parametrize("key", SEGMENT_FIELDS)
+@pytest.mark.parametrize("key", [key for key in SEGMENT_FIELDS if key != "rerun_seconds"])
 def test_a_file_with_a_segment_without_a_key(plan, tmp_path, key):
     path = changed(plan, tmp_path, lambda content: content["segments"][2]["inside"][1].pop(key))
     with pytest.raises(CheckpointError, match=rf"A plan needs '{key}'"):
         Plan.load(path)
+
+
+def test_a_file_from_before_plans_in_seconds(plan, tmp_path):
+    path = changed(plan, tmp_path, lambda content: [content.pop("unit"), content["segments"][0].pop("rerun_seconds")])
+    assert dataclasses.astuple(Plan.load(path)) == dataclasses.astuple(plan)
 
 
 @pytest.mark.parametrize("wrong", [None, True, -1, {"a": 1}, [[]], [-1], float("nan"), 10**400], ids=str)
@@ -488,6 +493,8 @@ def put(key, value, *place):
         (put("frees_bytes", 0.5, "segments", 1), r"'frees_bytes' must be a whole number. .*frees_bytes=0.5"),
         (put("keeps_bytes", -1, "segments", 1), r"'keeps_bytes' must be .*keeps_bytes=-1"),
         (put("rerun_flops", "1", "segments", 1), r"'rerun_flops' must be .*rerun_flops='1'"),
+        (put("rerun_seconds", -1, "segments", 1), r"'rerun_seconds' must be .*rerun_seconds=-1"),
+        (put("unit", "ms"), r"'unit' must be 'FLOPs' or 'seconds'. Received: .*unit='ms'"),
         (put("inside", None, "segments", 1), r"'inside' must be a list of segments.*inside=None"),
         (put(1, 5, "segments"), r"'segments' must be .*segments=5"),
         (put("curve", [[1, 2, 3]]), r"'curve' must be a list of pairs"),

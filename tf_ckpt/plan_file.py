@@ -36,7 +36,10 @@ def read(path):
 
 
 class _Reader:
-    """Makes a `Plan` of what a file holds, and checks each value."""
+    """Makes a `Plan` of what a file holds, and checks each value.
+
+    Files from before plans in seconds have no `unit` and no `rerun_seconds`: they are in FLOPs.
+    """
 
     def __init__(self, path):
         self.path = path
@@ -72,7 +75,7 @@ class _Reader:
             plain_moments=tuple(self._take(content, "plain_moments", _sizes, "a list of bytes")),
             curve=tuple((size, float(overhead)) for size, overhead in pairs),
             unknown=tuple(self._take(content, "unknown", _texts, "a list of operation types")),
-            unit=self._take(content, "unit", lambda x: x in ("FLOPs", "seconds"), "'FLOPs' or 'seconds'"),
+            unit=self._take({"unit": "FLOPs", **content}, "unit", lambda x: x in ("FLOPs", "seconds"), "'FLOPs' or 'seconds'"),
             **{key: self._take(content, key, _size, "a whole number, 0 or more") for key in sizes},
         )
 
@@ -109,7 +112,9 @@ class _Reader:
                     keeps_bytes=self._take(item, "keeps_bytes", _size, "a whole number, 0 or more"),
                     frees_bytes=self._take(item, "frees_bytes", _whole, "a whole number"),
                     rerun_flops=float(self._take(item, "rerun_flops", _number, "a number, 0 or more")),
-                    rerun_seconds=float(self._take(item, "rerun_seconds", _number, "a number, 0 or more")),
+                    rerun_seconds=float(
+                        self._take({"rerun_seconds": 0, **item}, "rerun_seconds", _number, "a number, 0 or more")
+                    ),
                 )
             )
             start = first + len(names)
