@@ -6,10 +6,10 @@
 Both plan on the same units (a model's calls, merged) with the same bytes and FLOPs; nothing is trained. The program
 (`_schedule.py`, solved by scipy's HiGHS) runs units again in stretches that nest, as `tf.recompute_grad` does. Where the
 solver has not finished, "optimum" is the bound that it has proven, with "at least". The two columns after the ratio have
-more freedom than any `tf.recompute_grad`: in "not nested" stretches may overlap, and let go of what they take before their backward pass;
-in "any", as Checkmate has it, single units may run again as well. "budget" may be below the optimum: it also has the plans
-of other strategies, whose segments begin and end within units. Budgets go from the least that "budget" can meet to the plain model's peak. The exit status is 1 if
-"budget" adds more than 1.02 times a proven optimum.
+more freedom than any `tf.recompute_grad`: in "not nested" stretches may overlap, and let go of what they take before their
+backward pass; in "any", as Checkmate has it, single units may run again as well. "budget" may be below the optimum: it also
+has the plans of other strategies, whose segments begin and end within units. Budgets go from the least that "budget" can
+meet to the plain model's peak. The exit status is 1 if "budget" adds more than 1.02 times a proven optimum.
 """
 
 import os
@@ -91,7 +91,7 @@ def compare(name, arguments, table):
         best, loose, free = (cheapest(chain, cuts, memory, x, arguments.seconds) for x in ("nested", "stretches", "any"))
         solver_time = time.perf_counter() - start
         overhead = ours / best.bound if best.bound else (1.0 if ours == 0 else np.inf)
-        if (best.proven and overhead > BOUND):
+        if best.proven and overhead > BOUND:
             missed.append(f"{name} at {memory / MIB:,.0f} MiB: {overhead:.4f} times the optimum")
         table.add_row(
             f"{name}, {len(cuts) - 1} units" if number == 0 else "",
