@@ -90,13 +90,33 @@ def optimizer_bytes(model, optimizer=None):
         optimizer: A `keras.optimizers.Optimizer` or its name. Defaults to the one that the model is compiled with, or else
             to Adam.
     """
-    optimizer = optimizer or getattr(model, "optimizer", None) or "adam"
-    if isinstance(optimizer, str):
-        optimizer = keras.optimizers.get(optimizer)
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(f"`optimizer` must be a Keras optimizer or its name. Received: optimizer={optimizer!r}")
+    optimizer = _optimizer(model, optimizer)
     with tf.init_scope():  # a copy of it tells how many slots it makes for a weight of four numbers
         probe = type(optimizer).from_config(optimizer.get_config())
         probe.build([keras.Variable(np.zeros((2, 2), "float32"))])
     slots = sum(1 for v in probe.variables if tuple(v.shape) == (2, 2))
     return slots * variable_bytes(model.trainable_variables)
+
+
+def gradients_wait(model, optimizer=None):
+    """Returns whether an optimizer holds all gradients of a step before it updates the first weight.
+
+    Most update each weight when its gradient is there, which is let go then.
+
+    Args:
+        model: A `keras.Model`.
+        optimizer: As for `optimizer_bytes`.
+    """
+    optimizer = _optimizer(model, optimizer)
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)  # it looks for infinities first
+    named = (getattr(optimizer, name, None) for name in ("global_clipnorm", "gradient_accumulation_steps"))
+    return scales or any(named) or getattr(getattr(model, "dtype_policy", None), "name", "") == "mixed_float16"
+
+
+def _optimizer(model, optimizer):
+    optimizer = optimizer or getattr(model, "optimizer", None) or "adam"
+    if isinstance(optimizer, str):
+        optimizer = keras.optimizers.get(optimizer)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(f"`optimizer` must be a Keras optimizer or its name. Received: optimizer={optimizer!r}")
+    return optimizer

@@ -19,7 +19,7 @@ from tf_ckpt import functions, tf_internals
 from tf_ckpt import graph as keras_graph
 from tf_ckpt.flops import Work, operation_flops, operation_work, unknown_types
 from tf_ckpt.inspection import TAPE_INSIDE, unrepeatable
-from tf_ckpt.liveness import ALIASES, ELEMENTWISE, FREE, UNKNOWN, buffers, held, highest, key_of, root
+from tf_ckpt.liveness import ALIASES, ELEMENTWISE, FREE, UNKNOWN, buffers, held, highest, key_of, root, tensor_size
 
 MIB = 2**20
 _EXPENSIVE = ("MatMul", "BatchMatMul", "Conv", "DepthwiseConv", "Einsum")
@@ -47,6 +47,9 @@ class NodeCost:
         forward_extra: Most bytes of a forward run beside inputs and outputs, when nothing is kept.
         taped_extra: Most bytes of a forward run beside inputs, outputs and `internal_bytes`, when these are kept.
         backward_extra: Most bytes of the backward pass beside what was kept and the gradients of the outputs.
+        backward_last: The same where nobody needs what it reads of the inputs and outputs afterwards, so that it is let go
+            as soon as it is read.
+        largest: Bytes of the largest tensor that is made forward or backward.
         part: What can be recomputed inside the call: a `Part`, or None.
         unknown: Types of the operations whose FLOPs are a guess, one for each element that they make; sorted.
         work: What the forward run does, as a tuple of `flops.Work`. It names no device: a `Calibration` prices it.
@@ -70,6 +73,8 @@ class NodeCost:
     forward_extra: int = 0
     taped_extra: int = 0
     backward_extra: int = 0
+    backward_last: int = 0
+    largest: int = 0
     part: object = None
     unknown: tuple = ()
     work: tuple = ()
@@ -345,7 +350,7 @@ class _Account:
         uses, takers = self._takers()
         unique = list(dict.fromkeys(node.inputs))
         internal = held(self.internal, self.outside)
-        untaped, taped, back = self._peaks(self.internal)
+        untaped, taped, back, last = self._peaks(self.internal)
         return NodeCost(
             internal_bytes=internal,
             reads_inputs=tuple(self.reads_inputs[unique.index(x)] for x in node.inputs),
@@ -362,6 +367,10 @@ class _Account:
             forward_extra=untaped,
             taped_extra=taped,
             backward_extra=back,
+            backward_last=last,
+            largest=max(
+                (tensor_size(x) for op in [*self.forward, *self.backward] if op.type not in FREE for x in op.outputs), default=0
+            ),
             part=None if reason else self._part(part_name, inside, internal, back),
             unknown=tuple(sorted(unknown_types([*self.forward, *self.backward]))),
             work=_work(self.forward),
@@ -385,8 +394,12 @@ class _Account:
         untaped = highest(self.forward, [], own, self.stop) - made
         taped = highest(self.forward, [], [*own, *kept], self.stop) - made - sizes
         there = [*self.internal, *self.seeds]
-        back = highest(self.backward, there, self.results, self.outside)
-        return untaped, taped, back - held(there, self.outside)
+        back = highest(self.backward, there, self.results, self.outside) - held(there, self.outside)
+        read = [x for x, is_read in zip(self.inputs, self.reads_inputs, strict=True) if is_read]
+        read += [y for y, is_read in zip(self.outputs, self.own_outputs, strict=True) if is_read]
+        others = self.outside - {root(x, self.stop).ref() for x in read}
+        last = highest(self.backward, [*there, *read], self.results, others) - held([*there, *read], others)
+        return untaped, taped, back, min(last, back)
 
     def _part(self, name, inside, internal, back):
         """Returns the `Part` of the operations whose ids are in the one set in `inside`, if it frees enough."""

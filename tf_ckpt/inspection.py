@@ -294,10 +294,17 @@ class Readers:
     def __init__(self):
         self._graph = tf.compat.v1.get_default_graph()
         self._begin, self._end, self._outputs = len(self._graph.get_operations()), None, ()
+        self._all = _reruns.setdefault(self._graph, [])
 
     def end(self, outputs):
         """Says that the re-run is done, and what it returns."""
         self._end, self._outputs = len(self._graph.get_operations()), {x._id for x in outputs}
+        self._all.append((self._begin, self._end))
+
+    def backward(self):
+        """Returns the operations of the backward pass, as far as it has been made, without re-runs inside of it."""
+        operations, inner = self._graph.get_operations(), [(a, b) for a, b in self._all if a >= self._end]
+        return [operations[i] for i in range(self._end, len(operations)) if not any(a <= i < b for a, b in inner)]
 
     def lone(self):
         """Returns the tensors that have several readers in the plain graph, and one here.
@@ -320,6 +327,7 @@ class Readers:
         return found
 
 
+_reruns = weakref.WeakKeyDictionary()  # graph -> pairs (first operation, end) of all re-runs in it
 _READS_SHAPES = frozenset(["Shape", "ShapeN", "Size", "Rank"])
 _READS_OTHERS = frozenset(["Mul", "RealDiv", "Div", "DivNoNan"])  # each input, for the gradients of the others
 _READS_INPUTS = frozenset(

@@ -7,9 +7,11 @@ from tf_ckpt.strategies.simulate import timeline
 from tf_ckpt.strategies.tree import Range, tree_of
 
 MIB = 2**20
-# An allocator hands out chunks of up to twice the size that is asked for before it splits one. Measured peaks lay 1 to 19 %
-# above the sum of what is alive; this share was fitted to ResNet50 and a Transformer (benchmarks/peak_memory.py).
-ALLOCATOR = 1.06
+# An allocator hands out chunks of up to twice the size that is asked for before it splits one: it loses a share of all, and
+# of the largest tensor, which finds no chunk of its size. Both were fitted to what benchmarks/prediction.py prints.
+_LOST = 0.03
+_LOST_OF_LARGEST = 0.8
+_MOST_LOST = 0.15
 
 
 def unit_text(unit):
@@ -57,7 +59,7 @@ class Plan:
         segments: Tuple of `Segment`. What is in none runs plain.
         batch_size: The batch size that the bytes are for.
         activation_bytes: Predicted bytes of activations, their gradients and weight gradients at the worst moment of a step,
-            with 6 % for what the allocator loses.
+            with what the allocator loses.
         plain_activation_bytes: The same without recompute.
         overhead: Predicted FLOPs of all re-runs, as a share of the plain step's FLOPs; or predicted seconds of all re-runs, as
             a share of the plain step's predicted seconds, where `unit` says so.
@@ -115,8 +117,7 @@ class Plan:
             ) from error
         _check(chain, tree)
         # Each moment is rounded down like the peak, so that the plot's highest point is the peak.
-        moments = tuple(int(ALLOCATOR * moment.bytes) for moment in timeline(chain, tree))
-        plain = tuple(int(ALLOCATOR * moment.bytes) for moment in timeline(chain, ()))
+        moments, plain = (_allocated(chain, timeline(chain, x)) for x in (tree, ()))
         return cls(
             strategy=strategy,
             layers=tuple(chain.names),
@@ -241,6 +242,17 @@ class Plan:
         from tf_ckpt.plan_plot import draw
 
         draw(self, path)
+
+
+def allocated(chain, size):
+    """Returns the bytes that an allocator has in use at a peak of `size` bytes of tensors."""
+    return (1 + _LOST) * size + min(_LOST_OF_LARGEST * chain.largest, _MOST_LOST * size)
+
+
+def _allocated(chain, moments):
+    most = max(moment.bytes for moment in moments)
+    factor = allocated(chain, most) / most if most else 1.0
+    return tuple(int(factor * moment.bytes) for moment in moments)
 
 
 def _check(chain, tree, outer=None):

@@ -11,10 +11,10 @@ import keras
 import numpy as np
 
 from tf_ckpt import calibration
-from tf_ckpt.budgets import memory_bytes, optimizer_bytes, variable_bytes
+from tf_ckpt.budgets import gradients_wait, memory_bytes, optimizer_bytes, variable_bytes
 from tf_ckpt.errors import CheckpointError
 from tf_ckpt.graph import inner_part
-from tf_ckpt.plan import ALLOCATOR, MIB, Plan, unit_text
+from tf_ckpt.plan import MIB, Plan, allocated, unit_text
 from tf_ckpt.stages import Stages
 from tf_ckpt.strategies import budget, full, recursive, selective, sqrt
 from tf_ckpt.strategies.budget import curve_of, least
@@ -23,7 +23,7 @@ from tf_ckpt.strategies.tree import Range, tree_of, walk
 
 STRATEGIES = ("sqrt", "selective", "full", "budget", "recursive", "none")
 _DEFAULT_BATCH = 32
-_CAUTION = 1.04  # a budget is to be kept, and allocators often lose more than `ALLOCATOR` says
+_LOST, _LOST_OF_LARGEST, _MOST_LOST = 0.04, 1.6, 0.25  # as in a plan, but a budget is to be kept on bad days too
 _GOES_WITH = {"layers": "selective", "target": "selective", "memory": "budget", "levels": "recursive"}
 
 
@@ -51,7 +51,7 @@ def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=
         batch_size = stated or _DEFAULT_BATCH
     chosen = None if options.get("layers") is None else _chosen(stages, options["layers"])
     fixed = {"weight_bytes": variable_bytes(model.weights), "optimizer_bytes": optimizer_bytes(model, optimizer)}
-    chain = stages.chain(int(batch_size), device)
+    chain = stages.chain(int(batch_size), device, gradients_wait(model, optimizer))
     if callable(strategy):
         made, name = strategy(chain), getattr(strategy, "__name__", "callable")
         if isinstance(made, Plan):
@@ -60,7 +60,7 @@ def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=
     ranges = _named(chain, strategy, chosen, sum(fixed.values()), options)
     if curve and len(chain) > 1:
         held = sum(fixed.values())
-        fixed["curve"] = [(held + ALLOCATOR * size, flops / chain.step_flops) for size, flops, _ in curve_of(chain)]
+        fixed["curve"] = [(held + allocated(chain, size), flops / chain.step_flops) for size, flops, _ in curve_of(chain)]
     return Plan.of(chain, ranges, strategy, **fixed)
 
 
@@ -92,11 +92,14 @@ def _budget(chain, memory, held):
         raise CheckpointError(
             f"The model has no layers behind its inputs: there is nothing to recompute. Received: memory={memory!r}"
         )
-    most = memory_bytes(memory, held + ALLOCATOR * chain.peak([])) - held
-    ranges = budget(chain, most / (ALLOCATOR * _CAUTION)) if most > 0 else None
+    most = memory_bytes(memory, held + allocated(chain, chain.peak([]))) - held
+    room = max((most - _LOST_OF_LARGEST * chain.largest) / (1 + _LOST), most / (1 + _LOST + _MOST_LOST))
+    ranges = budget(chain, room) if most > 0 else None
     if ranges is None:
         tree = least(chain)
-        size = math.ceil(10 * (held + ALLOCATOR * _CAUTION * chain.peak(tree)) / MIB) / 10  # so that what it says will do
+        peak = chain.peak(tree)
+        most_bytes = held + (1 + _LOST) * peak + min(_LOST_OF_LARGEST * chain.largest, _MOST_LOST * peak)
+        size = math.ceil(10 * most_bytes / MIB) / 10  # so that what it says will do
         added = f"{100 * chain.added_flops(tree) / max(chain.step_flops, 1):.1f} % more {unit_text(chain.unit)}"
         raise CheckpointError(
             f"No plan fits. The least that a plan was found for is {size:,.1f} MiB, {held / MIB:,.1f} MiB of it weights and "

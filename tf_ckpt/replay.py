@@ -22,6 +22,7 @@ import tensorflow as tf
 from tf_ckpt import graph as keras_graph
 from tf_ckpt import inspection, tf_internals
 from tf_ckpt.errors import CheckpointError, CheckpointWarning
+from tf_ckpt.ordering import in_order
 from tf_ckpt.state import Record, keep, take_weight_gradients, tie, zero_after
 
 _local = threading.local()
@@ -433,6 +434,7 @@ def _enter(inputs, originals, token, place, readers):
     """
 
     def gradient(*upstream):
+        in_order(readers.backward())
         lone = readers.lone()
         if lone:
             keep(zero_after(lone))

@@ -68,7 +68,7 @@ class Stages:
                 reach[stage] = reach[stage].union(own, *(reach[s] for s in uses))
         return reach
 
-    def chain(self, batch_size, device=None):
+    def chain(self, batch_size, device=None, gradients_wait=True):
         """Returns the `Chain` for a batch size, from a trace of each kind of call.
 
         Args:
@@ -117,6 +117,7 @@ class Stages:
             forward_extra=np.array([c.forward_extra for c in costs], float),
             taped_extra=np.array([c.taped_extra for c in costs], float),
             backward_extra=np.array([c.backward_extra for c in costs], float),
+            backward_last=np.array([c.backward_last if c.traced else c.backward_extra for c in costs], float),
             shared=self._shared(),
             unknown=tuple(sorted({kind for c in costs for kind in c.unknown})),
             **_parts(costs),
@@ -128,6 +129,8 @@ class Stages:
             ranges=tuple(self.ranges),
             tensors=tuple(tensors),
             batch_size=batch_size,
+            gradients_wait=gradients_wait,
+            largest=max((c.largest for c in costs), default=0),
         )
         return chain if device is None else _timed(chain, costs, device)
 

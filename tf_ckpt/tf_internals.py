@@ -324,6 +324,11 @@ def is_compiled(op, name):
     return definition is not None and definition.attr["_XlaMustCompile"].b
 
 
+def run_after(op, before):
+    """Makes a graph operation wait for another one of the same graph."""
+    op._add_control_input(before)
+
+
 def gpu_limits():
     """Returns the memory limit of each GPU's allocator, in bytes."""
     return [x.memory_limit for x in device_lib.list_local_devices() if x.device_type == "GPU" and x.memory_limit]

@@ -61,6 +61,8 @@ class Chain:
         forward_extra: Bytes that a forward run holds at its worst beside inputs and outputs, when nothing is kept.
         taped_extra: The same beside inputs, outputs and `internal`, when it is kept.
         backward_extra: Bytes that a backward pass holds at its worst beside what was kept and the outputs' gradients.
+        largest: Bytes of the largest tensor that a stage makes, between stages or inside.
+        backward_last: The same where what it reads between stages is not needed afterwards. Defaults to `backward_extra`.
         part_internal: `internal` if the stage's inner part (`part_names`) is recomputed; equal to it where there is none.
         part_flops: FLOPs of running that part again.
         part_taped_extra: `taped_extra` in that case.
@@ -76,6 +78,7 @@ class Chain:
         tensors: The tensors between stages.
         batch_size: Integer.
         shared: Tuples of the stages that share trainable weights, if they are more than two.
+        gradients_wait: Whether all weight gradients of a step are held until the last one is there.
         unknown: Types of the operations whose FLOPs are not known, so that their outputs' elements stand for them.
         unit: `"FLOPs"` or `"nanoseconds"`: not seconds, so that the numbers are far above 1, as FLOPs are.
         counted: The same chain in FLOPs, where the unit is another; else None.
@@ -105,6 +108,9 @@ class Chain:
     batch_size: int
     shared: tuple = ()
     unknown: tuple = ()
+    gradients_wait: bool = True
+    backward_last: np.ndarray | None = None
+    largest: float = 0.0
     unit: str = "FLOPs"
     counted: "Chain | None" = None
 
@@ -141,6 +147,13 @@ class Chain:
         found = types.SimpleNamespace(chain=self)
         for name in _LISTED:
             setattr(found, name, getattr(self, name).astype(float).tolist())
+        last = self.backward_extra if self.backward_last is None else self.backward_last
+        found.backward_last = last.astype(float).tolist()
+        found.reads = [[] for _ in self.names]
+        for t in self.tensors:
+            for stage in t.inner:
+                if stage < len(self) and stage != t.producer:
+                    found.reads[stage].append(t)
         found.tensors = [[(t, t.size, t.last) for t in made] for made in self._made]
         found.made = [sum(size for _, size, _ in made) for made in found.tensors]
         return found
@@ -181,8 +194,16 @@ class Chain:
 
     @functools.cached_property
     def gradients(self):
-        """Bytes of weight gradients that exist while the segment that starts at i runs backward, over i = 0..n."""
-        return np.concatenate([np.cumsum(self.weights[::-1].astype(float))[::-1], [0.0]])
+        """Bytes of weight gradients that exist while the segment that ends at i runs backward, over i = 0..n.
+
+        If they do not wait, those of the last stage that had any are being used for the update, which takes as much again.
+        """
+        if self.gradients_wait:
+            return np.concatenate([np.cumsum(self.weights[::-1].astype(float))[::-1], [0.0]])
+        found = np.zeros(len(self) + 1)
+        for k in range(len(self) - 1, -1, -1):
+            found[k] = 2.0 * self.weights[k] or found[k + 1]
+        return found
 
     @functools.cached_property
     def _earliest(self):
@@ -255,12 +276,19 @@ class Chain:
     def reruns(self, stop):
         """FLOPs of a re-run of `[i, stop)`, as an array over i = 0..stop, without what only makes outputs that its
         backward pass does not read."""
-        flops, runs = np.zeros(stop + 1), {}
+        flops, read = np.zeros(stop + 1), self.read(stop)
         for k in range(stop - 1, -1, -1):
-            read = any(any(s < stop for s in t.inner) or any(runs.get(s) for s, _ in t.uses) for t in self.made(k))
-            runs[k] = read or self.pruned_flops[k] > 0
-            flops[k] = flops[k + 1] + (self.flops[k] if read else self.pruned_flops[k])
+            flops[k] = flops[k + 1] + (self.flops[k] if read[k] else self.pruned_flops[k])
         return flops
+
+    @functools.cache  # noqa: B019 - as above
+    def read(self, stop):
+        """Whether what a stage makes is read in a re-run that ends at `stop`, as a list over stages 0..stop-1."""
+        read, runs = [False] * stop, [False] * (len(self) + 1)
+        for k in range(stop - 1, -1, -1):
+            read[k] = any(any(s < stop for s in t.inner) or any(runs[s] for s, _ in t.uses) for t in self.made(k))
+            runs[k] = read[k] or self.pruned_flops[k] > 0
+        return read
 
     def rerun_flops(self, start, stop):
         """FLOPs of a re-run of `[start, stop)`, without what only makes outputs that its backward pass does not read."""

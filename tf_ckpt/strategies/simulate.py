@@ -93,17 +93,20 @@ class _Level:
         """Runs forward beside `outer` bytes. What is kept stays in `internal` and `kept`."""
         x, live, total, homes, stop = self.lists, {}, outer, self.home, self.stop
         note, kept, internal = self.moments.append, self.kept, self.internal
+        read = None if self.loss else x.chain.read(stop)
         for k in range(self.start, stop):
             home = homes.get(k)
+            makes = read is None or read[k]  # what nobody reads, a graph optimiser leaves out of a re-run
+            made = x.made[k] if makes else 0.0
             if home is not None:
-                note((phase, k, total + x.made[k] + x.forward_extra[k]))
+                note((phase, k, total + made + x.forward_extra[k]))
             else:
                 part = k in self.parts
                 own = x.part_internal[k] if part else x.internal[k]
-                note((phase, k, total + x.made[k] + own + (x.part_taped_extra if part else x.taped_extra)[k]))
+                note((phase, k, total + made + own + (x.part_taped_extra if part else x.taped_extra)[k]))
                 internal[k] = own
                 total += own
-            for t, size, last in x.tensors[k]:
+            for t, size, last in x.tensors[k] if makes else ():
                 first = self._first_read(t, home)
                 if first is not None:
                     kept[t] = first
@@ -116,6 +119,16 @@ class _Level:
                     total += size
             for size in live.pop(k, ()):
                 total -= size
+
+    @staticmethod
+    def _taken(r, release):
+        """Returns the bytes of what a re-run only took: no backward pass in it looks for that, nor a re-run inside."""
+        freed = 0.0
+        for t in (t for s in range(r.start, r.stop) for t in release.get(s, ())):
+            again = any(i.start <= s < i.stop for i in r.inside if not i.part for s, _ in t.uses)
+            if not again and not any(r.start <= s < r.stop for s in t.inner):
+                freed += t.size
+        return freed
 
     def held(self):
         """Returns the bytes that are kept now."""
@@ -133,14 +146,16 @@ class _Level:
             r = self.home.get(k)
             first = k if r is None else r.start
             if r is None:
-                extra = x.part_backward_extra[k] if k in self.parts else x.backward_extra[k]
+                # What was made in this run, and has no reader left, is let go within the backward pass.
+                last = all(self.kept.get(t) == k for t in x.reads[k])
+                extra = x.part_backward_extra[k] if k in self.parts else (x.backward_last if last else x.backward_extra)[k]
                 now = outer + total + x.upstream[k + 1] + extra + x.gradients[k + 1]
                 self.moments.append(("backward", k, now))
                 total -= self.internal.pop(k)
             else:
                 inner = _Level(chain, r.start, r.stop, r.inside, self.moments)
                 inner.forward(outer + total + x.upstream[k + 1] + x.gradients[k + 1], "re-run")
-                inner.backward(outer + total)
+                inner.backward(outer + total - self._taken(r, release))
             for s in range(first, k + 1):
                 for t in release.pop(s, ()):
                     total -= t.size
