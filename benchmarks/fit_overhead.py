@@ -53,13 +53,13 @@ class TimedLogger(tf_ckpt.callbacks.MemoryLogger):
         self.batch.append(self._since + time.perf_counter() - begun)
 
     def on_epoch_end(self, epoch, logs=None):
-        begun, profiles = time.perf_counter(), self._profiler._spent
+        begun, profiles = time.perf_counter(), self._profiler.cost
         super().on_epoch_end(epoch, logs)
-        self.epoch = time.perf_counter() - begun - (self._profiler._spent - profiles)
+        self.epoch = time.perf_counter() - begun - (self._profiler.cost - profiles)
 
     def seconds(self, steps):
         """Seconds that an epoch of so many steps spends on this."""
-        return steps * statistics.median(self.batch) + self.epoch + self._profiler._spent
+        return steps * statistics.median(self.batch) + self.epoch + self._profiler.cost
 
 
 def measure(name, strategy, arguments):
@@ -100,6 +100,8 @@ def measure(name, strategy, arguments):
         "step": step,
         "profiles": costs.report()["profiled_steps"],
         "cost": costs.seconds(100) / (100 * step),
+        "cost_of_profiles": [costs._profiler._stopping, costs._profiler._reading],
+        "cost_of_a_batch": statistics.median(costs.batch),
     }
 
 

@@ -78,7 +78,8 @@ class Advice:
         slots = _bytes(optimizer.variables) if optimizer is not None else 0
         gradients = _bytes(model.trainable_variables)
         activations = max(peak - held - gradients, 0)
-        if activations < _ACTIVATIONS_SMALL * peak and weights + slots + gradients > activations:
+        # The rest may be anything that this process holds.
+        if activations < _ACTIVATIONS_SMALL * peak and weights + slots + gradients > peak / 2:
             self._say(
                 "weights",
                 "weights rather than activations fill the memory, so that recompute can save little. Of the peak of "

@@ -34,7 +34,12 @@ class StepProfiler:
     def begin_run(self):
         """Forgets everything."""
         self.shares, self.problem = [], None
-        self._unread, self._spent, self._trained = [], 0.0, 0.0
+        self._unread, self._stopping, self._reading = [], 0.0, 0.0
+
+    @property
+    def cost(self):
+        """Seconds that profiles took, beside the steps themselves."""
+        return self._stopping + self._reading
 
     @property
     def taken(self):
@@ -63,11 +68,13 @@ class StepProfiler:
             return True
         if not step_seconds:
             return False
-        cost = self._spent / self.taken if self.taken else _EXPECTED[bool(model.jit_compile)]
         if model.run_eagerly:
             return True
-        epoch = 100 * statistics.median(step_seconds)
-        return self._spent + cost <= BUDGET * max(epoch, sum(step_seconds))
+        expected = _EXPECTED[bool(model.jit_compile)]
+        stop = self._stopping / self.taken if self.taken else expected / 2
+        read = self._reading / len(self.shares) if self.shares else expected / 2
+        cost = self._stopping + stop + self._reading + read * (len(self._unread) + 1)
+        return cost <= BUDGET * max(100 * statistics.median(step_seconds), sum(step_seconds))
 
     def _eager(self, step, *args):
         # Operations of eager mode have no names, but a re-run is a call in Python, that can be timed.
@@ -109,7 +116,7 @@ class StepProfiler:
             for path in glob.glob(os.path.join(folder, "**", "*.xplane.pb"), recursive=True):
                 with open(path, "rb") as file:
                     self._unread.append((file.read(), seconds))
-            self._spent += time.perf_counter() - begun - seconds
+            self._stopping += time.perf_counter() - begun - seconds
             return result
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -123,7 +130,7 @@ class StepProfiler:
                 self.shares.append((profile_share.read(tf_internals.profile(data)), seconds))
             except Exception as error:  # a format that is not known must not end a training
                 self.problem = f"the profile could not be read: {type(error).__name__}: {error}"
-        self._spent += time.perf_counter() - begun if unread else 0.0
+        self._reading += time.perf_counter() - begun if unread else 0.0
 
     def result(self, eager):
         """Returns what the profiles say, as plain data.

@@ -6,6 +6,9 @@ import tensorflow as tf
 from tf_ckpt import graph as keras_graph
 
 
+_SCALAR = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"}, data_class="DATA_CLASS_SCALAR")
+
+
 class Scalars:
     """Writes where a callback's logs do not get by themselves.
 
@@ -50,5 +53,6 @@ class Scalars:
 def _write(writer, kind, figures, step):
     with writer.as_default(), tf.summary.record_if(True):
         for name, value in figures.items():
-            tf.summary.scalar(f"{kind}_{name}", value, step=step)
+            # What `tf.summary.scalar` does, which needs the package `tensorboard`.
+            tf.summary.write(f"{kind}_{name}", tf.constant(value, tf.float32), step=step, metadata=_SCALAR)
     writer.flush()

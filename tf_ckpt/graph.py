@@ -575,4 +575,4 @@ def batch_size_around():
 
 def tensorboard_writers(callback):
     """Returns the functions that give a `keras.callbacks.TensorBoard`'s writers, for training and for validation."""
-    return callback._train_writer, callback._val_writer
+    return lambda: callback._train_writer, lambda: callback._val_writer
