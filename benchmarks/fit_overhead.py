@@ -9,7 +9,7 @@ that others use stretches wall time. The logger's figure is the share of the ste
 steps of a `fit` in the same process. The exit status is 1 if they differ by more than 3 points in graph mode. Under XLA
 no bound is checked: fusions differ between the two models, and what the profiler does not see is in neither part.
 
-The logger's cost is what its methods take, in wall time: `fit` with `profile_steps="auto"`, extended to an epoch of 100 steps
+The logger's cost is what its methods take, in wall time: `fit` with `profile_batches="auto"`, extended to an epoch of 100 steps
 of the median time. Waiting for the device is none. The exit status is 1 if it is above 1 % of that epoch.
 """
 
@@ -84,7 +84,7 @@ def measure(name, strategy, arguments):
         walls.append(1 - spent[False][1] / spent[True][1])
         steps.append(spent[True][1])
     data = workload.dataset(ours, WARM_UP + 4)
-    measured = tf_ckpt.callbacks.MemoryLogger(profile_steps=3)
+    measured = tf_ckpt.callbacks.MemoryLogger(profile_batches=3)
     ours.fit(data, verbose=0, callbacks=[measured])
     costs = TimedLogger(log_dir=None)
     ours.fit(workload.dataset(ours, WARM_UP + 4), verbose=0, callbacks=[costs])
@@ -98,7 +98,7 @@ def measure(name, strategy, arguments):
         "coverage": found["recompute_overhead_coverage"],
         "predicted": found["predicted_recompute_overhead"],
         "step": step,
-        "profiles": costs.report()["profiled_steps"],
+        "profiles": costs.report()["profiled_batches"],
         "cost": costs.seconds(100) / (100 * step),
         "cost_of_profiles": [costs._profiler._stopping, costs._profiler._reading],
         "cost_of_a_batch": statistics.median(costs.batch),

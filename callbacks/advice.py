@@ -12,7 +12,6 @@ from tf_ckpt.memory import MIB
 
 # Below this the allocator's rounding, and whatever else the process holds, is as large as what a plan frees.
 _WORTH_A_WORD = 64 * MIB
-_ACTIVATIONS_SMALL = 1 / 3
 
 
 def recomputes(model, plan):
@@ -63,40 +62,39 @@ class Advice:
         """To be called with the report when training ends."""
         if report["peak_memory_mib"] is None or report["includes_first_step"]:
             return
-        peak, held = report["peak_memory_mib"] * MIB, report["baseline_memory_mib"] * MIB
-        if peak < _WORTH_A_WORD:
-            return
-        self._weights(model, peak, held)
-        if plan is not None and plan.segments:
-            self._unchanged(
-                plan, peak - held, report["batch_size"], report["recompute_overhead_source"], report["profiled_steps"]
-            )
+        above = (report["peak_memory_mib"] - report["baseline_memory_mib"]) * MIB
+        recomputed = plan is not None and bool(plan.segments)
+        if not recomputed:
+            self._weights(model, above)
+        elif report["batch_size"] == plan.batch_size:  # the plan's figures are those of this fit
+            self._weights(model, max(above, plan.plain_activation_bytes))
+            self._unchanged(plan, above, report)
 
-    def _weights(self, model, peak, held):
+    def _weights(self, model, above):
+        # Not as shares of the peak: that also holds whatever else this process keeps on the device.
         optimizer = getattr(model, "optimizer", None)
-        weights = _bytes(model.variables)
+        weights, gradients = _bytes(model.variables), _bytes(model.trainable_variables)
         slots = _bytes(optimizer.variables) if optimizer is not None else 0
-        gradients = _bytes(model.trainable_variables)
-        activations = max(peak - held - gradients, 0)
-        # The rest may be anything that this process holds.
-        if activations < _ACTIVATIONS_SMALL * peak and weights + slots + gradients > peak / 2:
+        activations = max(above - gradients, 0)
+        fixed = weights + slots + gradients
+        if fixed > max(2 * activations, _WORTH_A_WORD):
+            total = fixed + activations
             self._say(
                 "weights",
-                "weights rather than activations fill the memory, so that recompute can save little. Of the peak of "
-                f"{peak / MIB:,.0f} MiB, weights are {weights / peak:.0%}, optimizer slots {slots / peak:.0%}, weight "
-                f"gradients up to {gradients / peak:.0%}, and at most {activations / peak:.0%} activations. A smaller model, "
-                "an optimizer with fewer slots, or mixed precision would save more.",
+                "weights rather than activations fill the memory, so that recompute can save little. Of the "
+                f"{total / MIB:,.0f} MiB that training takes, weights are {weights / total:.0%}, optimizer slots "
+                f"{slots / total:.0%}, weight gradients up to {gradients / total:.0%}, and activations about "
+                f"{activations / total:.0%} without recompute. A smaller model, an optimizer with fewer slots, or mixed precision "
+                "would save more.",
             )
 
-    def _unchanged(self, plan, measured, batch_size, source, ran):
+    def _unchanged(self, plan, measured, report):
         planned, plain = plan.activation_bytes, plan.plain_activation_bytes
-        if batch_size != plan.batch_size or plain - planned < max(0.1 * plain, _WORTH_A_WORD / 4):
-            return
-        if measured > plain - 0.25 * (plain - planned):
+        if plain - planned > max(0.1 * plain, _WORTH_A_WORD / 4) and measured > plain - 0.25 * (plain - planned):
             reason = (
                 "Nothing that ran carried the name of a re-run: the segments ran plain (see the warnings when they were "
                 "traced, or an open `tf_ckpt.disabled()`)."
-                if source == "unknown" and ran
+                if report["recompute_overhead_source"] == "unknown" and report["profiled_batches"]
                 else "The reason is not known; warnings when the model was traced name segments that run plain."
             )
             self._say(

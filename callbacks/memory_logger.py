@@ -22,7 +22,7 @@ _NOTHING = {
     "recompute_overhead_note": "",
     "recompute_overhead_coverage": None,
     "recompute_overhead_unknown": None,
-    "profiled_steps": 0,
+    "profiled_batches": 0,
 }
 
 
@@ -50,12 +50,12 @@ class MemoryLogger(keras.callbacks.Callback):
       steps tell that). 0.0 for a model that recomputes nothing, NaN until and unless it is measured, and the
       same in each epoch from then on. `report` says in `recompute_overhead_source` where it comes from:
 
-      - `"profile"`: TensorFlow's profiler, on up to three single steps after the second: the time in which operations
+      - `"profile"`: TensorFlow's profiler, on up to three single batches after the second: the time in which operations
         ran that carry the name of a re-run, as a share of the time in which any ran. Good to about 3 points in graphs.
         Under XLA fusions count as what they end with, and on a CPU it only bounds the slowdown from above.
       - `"profile (uncertain)"`: the same, but less than 85 % of the step was in operations that the profiler saw, as with
         XLA's convolutions on a CPU.
-      - `"eager timing"`: with `run_eagerly=True`, the time of the calls that re-run, from up to three steps.
+      - `"eager timing"`: with `run_eagerly=True`, the time of the calls that re-run, from up to three batches.
       - `"forward probe"`: where neither is to be had or the profile is uncertain, and `probe_data` was given: the forward of
         the recomputed parts alone, timed, as a share of `step_time_ms`. It runs all of them, where a re-run leaves out
         what the backward pass does not need, and so is a few points too high.
@@ -81,7 +81,7 @@ class MemoryLogger(keras.callbacks.Callback):
             reads the peak is left alone, and `peak_memory_mib` is the peak of the whole process so far, with the first
             batch, validation and whatever ran before in it.
         verbose: 0, or 1 to print a table of the report when training ends.
-        profile_steps: How many batches to profile in a fit, at once from the third on; 0 for none. `"auto"` takes up to
+        profile_batches: How many batches to profile in a fit, at once from the third on; 0 for none. `"auto"` takes up to
             three, as many as cost no more than 1 % of an epoch of 100 steps: short runs of fast steps are not profiled.
         log_dir: Optional directory, in which the figures are written as TensorBoard's event files.
         probe_data: Optional inputs of one batch, as for a call of the model: used if the profile fails.
@@ -104,7 +104,7 @@ class MemoryLogger(keras.callbacks.Callback):
     # Keras hands batches to a thread otherwise, and goes on to the next one before this one is measured.
     async_safe = False
 
-    def __init__(self, update_freq="epoch", reset=True, verbose=0, *, profile_steps="auto", log_dir=None, probe_data=None):
+    def __init__(self, update_freq="epoch", reset=True, verbose=0, *, profile_batches="auto", log_dir=None, probe_data=None):
         super().__init__()
         counted = _whole(update_freq) and update_freq > 0
         if not counted and update_freq not in ("epoch", "batch"):
@@ -115,9 +115,10 @@ class MemoryLogger(keras.callbacks.Callback):
             raise CheckpointError(f"`reset` must be True or False. Received: reset={reset!r}")
         if verbose not in (0, 1):
             raise CheckpointError(f"`verbose` must be 0 or 1. Received: verbose={verbose!r}")
-        if not (_whole(profile_steps) and profile_steps >= 0) and profile_steps != "auto":
+        if not (_whole(profile_batches) and profile_batches >= 0) and profile_batches != "auto":
             raise CheckpointError(
-                f'`profile_steps` must be "auto", 0 or a positive number of batches. Received: profile_steps={profile_steps!r}'
+                '`profile_batches` must be "auto", 0 or a positive number of batches. '
+                f"Received: profile_batches={profile_batches!r}"
             )
         if log_dir is not None and not isinstance(log_dir, (str, os.PathLike)):
             raise CheckpointError(f"`log_dir` must be the path of a directory, or None. Received: log_dir={log_dir!r}")
@@ -129,7 +130,7 @@ class MemoryLogger(keras.callbacks.Callback):
         self._every = {"epoch": 0, "batch": 1}.get(update_freq, update_freq)
         self._in_fit = False
         self._advice = advice.Advice()
-        self._profiler = StepProfiler(profile_steps)
+        self._profiler = StepProfiler(profile_batches)
         self._begin_run(names=())
 
     def report(self):
@@ -145,7 +146,7 @@ class MemoryLogger(keras.callbacks.Callback):
             - `step_time_ms`;
             - `recompute_overhead`, `recompute_overhead_source`, `recompute_overhead_note`, `recompute_overhead_coverage`
               (the share of the step in operations that were seen), `recompute_overhead_unknown` (the share in operations
-              without a name), `profiled_steps`: see the class;
+              without a name), `profiled_batches`: see the class;
             - the plan's `predicted_peak_memory_mib`, `predicted_held_mib` (weights and optimizer slots),
               `predicted_plain_peak_memory_mib`, `predicted_recompute_overhead` (of the step with recompute, in the unit
               `predicted_recompute_overhead_unit`), for batches of `predicted_batch_size`;
@@ -192,7 +193,7 @@ class MemoryLogger(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         self._profiled = self._recomputes is not False and self._profiler.before_batch(
-            self.model, self._train.batches, self._times.run
+            self.model, self._train.batches, self._times
         )
         self._traced = keras_graph.times_traced(self.model)
         self._meter.begin()

@@ -1,6 +1,7 @@
 """Profiles of a few training steps within `fit`: when they are taken, what they cost, and what becomes of them."""
 
 import glob
+import math
 import os
 import shutil
 import statistics
@@ -46,35 +47,35 @@ class StepProfiler:
         """How many profiles there are, read or not."""
         return len(self.shares) + len(self._unread)
 
-    def before_batch(self, model, batches, step_seconds):
+    def before_batch(self, model, batches, times):
         """Arranges for the next batch to be profiled, if it is its turn.
 
         Args:
             model: The model in `fit`.
             batches: How many training batches the run has had.
-            step_seconds: Seconds that the run's batches took without a profiler, one after the other.
+            times: The run's `StepTimes`.
 
         Returns:
             True if the batch will be profiled.
         """
         keras_graph.unwrap_step(model)
-        wanted = STEPS if self.steps == "auto" else self.steps
-        if batches < _SKIPPED or self.taken >= wanted or not self._affordable(model, step_seconds):
+        wanted = self.steps
+        if wanted == "auto":
+            wanted = math.ceil(STEPS / (getattr(model, "steps_per_execution", 1) or 1))
+        if batches < _SKIPPED or self.taken >= wanted or not self._affordable(model, times):
             return False
         return keras_graph.wrap_step(model, self._eager if model.run_eagerly else self._profiled)
 
-    def _affordable(self, model, step_seconds):
-        if self.steps != "auto":
+    def _affordable(self, model, times):
+        if self.steps != "auto" or model.run_eagerly:
             return True
-        if not step_seconds:
+        if not times.run:
             return False
-        if model.run_eagerly:
-            return True
         expected = _EXPECTED[bool(model.jit_compile)]
         stop = self._stopping / self.taken if self.taken else expected / 2
         read = self._reading / len(self.shares) if self.shares else expected / 2
         cost = self._stopping + stop + self._reading + read * (len(self._unread) + 1)
-        return cost <= BUDGET * max(100 * statistics.median(step_seconds), sum(step_seconds))
+        return cost <= BUDGET * max(100 * times.recent(), times.total)
 
     def _eager(self, step, *args):
         # Operations of eager mode have no names, but a re-run is a call in Python, that can be timed.
@@ -127,7 +128,8 @@ class StepProfiler:
         unread, self._unread = self._unread, []
         for data, seconds in unread:
             try:
-                self.shares.append((profile_share.read(tf_internals.profile(data)), seconds))
+                gpus = bool(tf.config.list_logical_devices("GPU"))
+                self.shares.append((profile_share.read(tf_internals.profile(data), gpus), seconds))
             except Exception as error:  # a format that is not known must not end a training
                 self.problem = f"the profile could not be read: {type(error).__name__}: {error}"
         self._reading += time.perf_counter() - begun if unread else 0.0
@@ -140,18 +142,20 @@ class StepProfiler:
 
         Returns:
             A dict with `recompute_overhead`, None if it is not known, `recompute_overhead_source`,
-            `recompute_overhead_note`, `recompute_overhead_coverage` and `recompute_overhead_unknown`, `profiled_steps`.
+            `recompute_overhead_note`, `recompute_overhead_coverage` and `recompute_overhead_unknown`, `profiled_batches`.
         """
         found = [(share, wall) for share, wall in self.shares if share.seconds > 0]
         figures = dict.fromkeys(("recompute_overhead", "recompute_overhead_coverage", "recompute_overhead_unknown"))
         if not found:
             why = self.problem or (
-                "no profile was taken"
+                "the profile holds nothing that ran (on a GPU: kernels are seen only if CUPTI is there)"
+                if self.shares
+                else "no profile was taken"
                 if self.steps == 0
                 else f"no batch was profiled yet: the run was too short to stay within {BUDGET:.0%} of an epoch of 100 steps. "
-                f"`MemoryLogger(profile_steps={STEPS})` profiles at once"
+                f"`MemoryLogger(profile_batches={STEPS})` profiles at once"
             )
-            return {**figures, "recompute_overhead_source": "unknown", "recompute_overhead_note": why, "profiled_steps": 0}
+            return {**figures, "recompute_overhead_source": "unknown", "recompute_overhead_note": why, "profiled_batches": 0}
         figures["recompute_overhead"] = statistics.median(share.recompute / share.seconds for share, _ in found)
         figures["recompute_overhead_coverage"] = min(1.0, statistics.median(share.seconds / wall for share, wall in found))
         figures["recompute_overhead_unknown"] = statistics.median(share.unknown / share.seconds for share, _ in found)
@@ -163,13 +167,13 @@ class StepProfiler:
             source += " (uncertain)"
             note = f"the profiler saw only {figures['recompute_overhead_coverage']:.0%} of the step"
         if len(found) == 1:
-            note += ("; " if note else "") + "from one step"
-        return {**figures, "recompute_overhead_source": source, "recompute_overhead_note": note, "profiled_steps": len(found)}
+            note += ("; " if note else "") + "from one batch"
+        return {**figures, "recompute_overhead_source": source, "recompute_overhead_note": note, "profiled_batches": len(found)}
 
     @property
     def failed(self):
         """Whether no more can be expected of profiles, and they do not tell the share for certain."""
         wanted = STEPS if self.steps == "auto" else self.steps
         if self.shares:
-            return statistics.median(share.seconds / wall for share, wall in self.shares) < COVERED
+            return statistics.median(share.seconds / wall for share, wall in self.shares) < COVERED  # also if it is empty
         return wanted == 0 or self.problem is not None

@@ -47,10 +47,16 @@ class StepTimes:
 
     def __init__(self):
         self.run = array.array("d")
+        self.total = 0.0
         self._epoch = self._written = 0
 
     def add(self, seconds):
         self.run.append(seconds)
+        self.total += seconds
+
+    def recent(self):
+        """The median of the last few, in seconds."""
+        return statistics.median(self.run[-9:])
 
     def unwritten(self):
         """The median since the last call, in ms, or None."""

@@ -5,7 +5,6 @@ import tensorflow as tf
 
 from tf_ckpt import graph as keras_graph
 
-
 _SCALAR = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"}, data_class="DATA_CLASS_SCALAR")
 
 

@@ -67,7 +67,7 @@ class Allocator(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_peak_is_the_allocators_to_the_byte(mode):
-    logger, allocator = MemoryLogger(update_freq="batch", profile_steps=1), Allocator()
+    logger, allocator = MemoryLogger(update_freq="batch", profile_batches=1), Allocator()
     x, y = data(12)
     history = checkpointed(**MODES[mode]).fit(x, y, batch_size=BATCH, verbose=0, callbacks=[logger, allocator]).history
     assert len(allocator.peaks) == (3 if mode == "steps_per_execution" else 12)
@@ -95,7 +95,7 @@ def test_two_loggers_agree():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_overhead_is_measured(mode):
-    logger = MemoryLogger(profile_steps=2)
+    logger = MemoryLogger(profile_batches=2)
     model = checkpointed(**MODES[mode])
     x, y = data(8)
     before = set(os.listdir(tempfile.gettempdir()))
@@ -103,7 +103,7 @@ def test_overhead_is_measured(mode):
     left = {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("tf_ckpt_profile_")} - before
     assert not left
     report = logger.report()
-    assert report["profiled_steps"] == 2
+    assert report["profiled_batches"] == 2
     assert report["recompute_overhead_source"].startswith("eager timing" if mode == "eager" else "profile")
     # The forward is a third of a plain step; half of all would be more than any segment can re-run.
     assert 0.02 < report["recompute_overhead"] < 0.5
@@ -121,7 +121,7 @@ def test_more_recompute_is_a_larger_share():
     for name, ranges in {"half": [(0, 5)], "all": [(0, 5), (5, 11)]}.items():
         model = tf_ckpt.apply(blocks(width=256), lambda chain, ranges=ranges: ranges, batch_size=BATCH)
         model.compile("sgd", "mse", jit_compile=False)
-        logger = MemoryLogger(profile_steps=5)
+        logger = MemoryLogger(profile_batches=5)
         x, y = data(8, 256)
         model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[logger])
         shares[name] = logger.report()["recompute_overhead"]
@@ -134,7 +134,7 @@ def test_recompute_in_layers_is_measured_without_a_plan():
         x = tf_ckpt.Recompute(blocks(1))(x)
     model = keras.Model(inputs, x)
     model.compile("sgd", "mse", jit_compile=False)
-    logger = MemoryLogger(profile_steps=2)
+    logger = MemoryLogger(profile_batches=2)
     x, y = data(6)
     model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[logger])
     assert logger.report()["recompute_overhead"] > 0.02
@@ -143,7 +143,7 @@ def test_recompute_in_layers_is_measured_without_a_plan():
 
 def test_no_name_of_a_rerun_is_unknown_and_not_zero():
     with tf_ckpt.disabled():
-        logger = MemoryLogger(profile_steps=1)
+        logger = MemoryLogger(profile_batches=1)
         x, y = data(6)
         history = checkpointed(**MODES["graph"]).fit(x, y, batch_size=BATCH, verbose=0, callbacks=[logger]).history
     report = logger.report()
@@ -155,13 +155,13 @@ def test_no_name_of_a_rerun_is_unknown_and_not_zero():
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_forward_probe_where_nothing_is_profiled(mode):
     model, (x, y) = checkpointed(**MODES[mode]), data(8)
-    logger = MemoryLogger(profile_steps=0, probe_data=x[:BATCH])
+    logger = MemoryLogger(profile_batches=0, probe_data=x[:BATCH])
     model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[logger])
     report = logger.report()
     assert report["recompute_overhead_source"] == "forward probe"
     assert report["recompute_overhead"] > 0
     with pytest.raises(ValueError, match=r"`probe_data` must be inputs of one batch.*\(64, 3\)"):
-        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[MemoryLogger(profile_steps=0, probe_data=x[:BATCH, :3])])
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[MemoryLogger(profile_batches=0, probe_data=x[:BATCH, :3])])
 
 
 def test_forward_probe_changes_nothing():
@@ -180,7 +180,7 @@ def test_forward_probe_changes_nothing():
 
 
 def test_another_profiler_is_left_alone(tmp_path):
-    logger, (x, y) = MemoryLogger(profile_steps=1), data(8)
+    logger, (x, y) = MemoryLogger(profile_batches=1), data(8)
     model = checkpointed(**MODES["graph"])
     tf.profiler.experimental.start(str(tmp_path))
     model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[logger])
@@ -203,7 +203,7 @@ def test_a_step_that_fails_stops_the_profiler():
     x, y = data(6)
     bad = x.copy()
     bad[2 * BATCH :] = np.nan  # from the third batch on, the first that is profiled
-    logger = MemoryLogger(profile_steps=1)
+    logger = MemoryLogger(profile_batches=1)
     with pytest.raises(tf.errors.InvalidArgumentError):
         model.fit(bad, y, batch_size=BATCH, verbose=0, shuffle=False, callbacks=[logger])
     assert logger.report()["batches"] == 2
@@ -271,7 +271,7 @@ with strategy.scope():
     model = tf_ckpt.apply(blocks(), "sqrt", batch_size=64)
     model.compile("sgd", "mse")
 x, y = data(6)
-logger, allocator = tf_ckpt.callbacks.MemoryLogger(update_freq="batch", profile_steps=2, verbose=1), Allocator()
+logger, allocator = tf_ckpt.callbacks.MemoryLogger(update_freq="batch", profile_batches=2, verbose=1), Allocator()
 history = model.fit(x, y, batch_size=64, epochs=2, verbose=0, callbacks=[logger, allocator]).history
 pairs = [(logs["peak_memory_mib"] * 2**20, peak) for logs, peak in zip(allocator.logs[1:], allocator.peaks[1:])]
 print(json.dumps([strategy.num_replicas_in_sync, pairs, history, logger.report()]))

@@ -307,7 +307,7 @@ def test_predictions_are_the_plans():
     # A fit of three steps is not profiled, and a prediction is no measurement.
     assert math.isnan(history["recompute_overhead"][0])
     assert report["recompute_overhead_source"] == "unknown"
-    assert "profile_steps" in report["recompute_overhead_note"]
+    assert "profile_batches" in report["recompute_overhead_note"]
 
 
 def test_a_plain_model_has_no_overhead_and_no_prediction():
@@ -410,10 +410,10 @@ def test_it_is_not_dispatched_to_a_thread():
         {"update_freq": 2.5},
         {"update_freq": None},
         {"reset": "no"},
-        {"profile_steps": -1},
-        {"profile_steps": True},
-        {"profile_steps": "all"},
-        {"profile_steps": 1.5},
+        {"profile_batches": -1},
+        {"profile_batches": True},
+        {"profile_batches": "all"},
+        {"profile_batches": 1.5},
         {"log_dir": 3},
         {"verbose": 2},
         {"verbose": "loud"},

@@ -156,3 +156,17 @@ def test_an_xla_program_is_read_by_its_instructions():
     assert share.seconds == pytest.approx(150e-12)
     assert share.recompute == pytest.approx((20 + 30 + 40) * 1e-12)
     assert share.unknown == pytest.approx(50e-12)
+
+
+def test_kernels_of_a_gpu_count_and_launches_do_not():
+    # As the format is described; not compared with a GPU.
+    space = space_of((1, 0, 900, PLAIN))
+    plane = space.planes.add(name="/device:GPU:0")
+    plane.stat_metadata[1].name = "tf_op"
+    for number, (name, path) in enumerate({"Stream #1(compute)": RERUN, "Stream #2(compute)": PLAIN, "Steps": RERUN}.items()):
+        line = plane.lines.add(id=number, name=name)
+        line.events.add(metadata_id=1, offset_ps=1000 * number, duration_ps=1000).stats.add(metadata_id=1, str_value=path)
+    share = profile_share.read(space, gpus=True)
+    assert (share.operations, share.seconds, share.recompute) == (2, pytest.approx(2e-9), pytest.approx(1e-9))
+    del space.planes[1]
+    assert profile_share.read(space, gpus=True).operations == 0

@@ -36,13 +36,17 @@ class Event(NamedTuple):
     part: str
 
 
-def read(space):
-    """Returns the `Event`s of an XSpace: those of GPUs if there are any, else those of the CPU."""
+def read(space, gpus=False):
+    """Returns the `Event`s of an XSpace.
+
+    Args:
+        space: The XSpace.
+        gpus: Whether the step ran on GPUs. Their kernels count then, and without any (no CUPTI) nothing does: what the CPU
+            did meanwhile is to launch them.
+    """
     hlo = profile_hlo.programs(space)
-    gpus = [plane for plane in space.planes if plane.name.startswith("/device:GPU")]
-    if any(plane.lines for plane in gpus):
-        return [event for plane in gpus for event in _of_gpu(plane, hlo)]
-    return [event for plane in space.planes if plane.name == "/host:CPU" for event in _of_cpu(plane, hlo)]
+    kind, events = ("/device:GPU", _of_gpu) if gpus else ("/host:CPU", _of_cpu)
+    return [event for plane in space.planes if plane.name.startswith(kind) for event in events(plane, hlo)]
 
 
 def _of_gpu(plane, hlo):  # written from the format's description, and not tried on a GPU

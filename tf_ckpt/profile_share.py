@@ -23,9 +23,9 @@ class Share(NamedTuple):
     operations: int
 
 
-def read(space):
-    """Returns the `Share` of an XSpace."""
-    events = profile_events.read(space)
+def read(space, gpus=False):
+    """Returns the `Share` of an XSpace. See `profile_events.read`."""
+    events = profile_events.read(space, gpus)
     points = []
     for start, end, part in _self_times(events):
         points += [(start, 1, part), (end, -1, part)]
