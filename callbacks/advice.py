@@ -84,8 +84,8 @@ class Advice:
                 "weights rather than activations fill the memory, so that recompute can save little. Of the "
                 f"{total / MIB:,.0f} MiB that training takes, weights are {weights / total:.0%}, optimizer slots "
                 f"{slots / total:.0%}, weight gradients up to {gradients / total:.0%}, and activations about "
-                f"{activations / total:.0%} without recompute. A smaller model, an optimizer with fewer slots, or mixed precision "
-                "would save more.",
+                f"{activations / total:.0%} without recompute. A smaller model, an optimizer with fewer slots, or mixed "
+                "precision would save more.",
             )
 
     def _unchanged(self, plan, measured, report):
