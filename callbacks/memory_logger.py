@@ -192,9 +192,9 @@ class MemoryLogger(keras.callbacks.Callback):
         self._advice.at_begin(self.model, self._plan, self._plan is None and had_plan(self.model))
 
     def on_train_batch_begin(self, batch, logs=None):
-        self._profiled = self._recomputes is not False and self._profiler.before_batch(
-            self.model, self._train.batches, self._times
-        )
+        self._taken = self._profiler.taken
+        if self._recomputes is not False:
+            self._profiler.before_batch(self.model, self._train.batches, self._times)
         self._traced = keras_graph.times_traced(self.model)
         self._meter.begin()
         self._begin = batch, time.perf_counter()
@@ -203,7 +203,8 @@ class MemoryLogger(keras.callbacks.Callback):
         memory.synchronize()
         first, begun = self._begin
         seconds = (time.perf_counter() - begun) / self._steps_in_execution(first)
-        if self._train.batches and not self._profiled and keras_graph.times_traced(self.model) == self._traced:
+        usual = self._profiler.taken == self._taken and keras_graph.times_traced(self.model) == self._traced
+        if self._train.batches and usual:
             self._times.add(seconds)
         self._train.add(self._meter.end())
         if self._every and self._train.batches % self._every == 0 and self._train.batches > 1 and logs is not None:

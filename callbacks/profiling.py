@@ -54,17 +54,13 @@ class StepProfiler:
             model: The model in `fit`.
             batches: How many training batches the run has had.
             times: The run's `StepTimes`.
-
-        Returns:
-            True if the batch will be profiled.
         """
         keras_graph.unwrap_step(model)
         wanted = self.steps
         if wanted == "auto":
             wanted = math.ceil(STEPS / (getattr(model, "steps_per_execution", 1) or 1))
-        if batches < _SKIPPED or self.taken >= wanted or not self._affordable(model, times):
-            return False
-        return keras_graph.wrap_step(model, self._eager if model.run_eagerly else self._profiled)
+        if batches >= _SKIPPED and self.taken < wanted and self._affordable(model, times):
+            keras_graph.wrap_step(model, self._eager if model.run_eagerly else self._profiled)
 
     def _affordable(self, model, times):
         if self.steps != "auto" or model.run_eagerly:

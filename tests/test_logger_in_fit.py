@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 
 import keras
 import numpy as np
@@ -189,6 +190,7 @@ def test_another_profiler_is_left_alone(tmp_path):
     report = logger.report()
     assert (report["recompute_overhead"], report["recompute_overhead_source"]) == (None, "unknown")
     assert report["recompute_overhead_note"] == "another profiler was running"
+    assert report["step_time_ms"] > 0
 
 
 def test_a_step_that_fails_stops_the_profiler():
@@ -210,6 +212,19 @@ def test_a_step_that_fails_stops_the_profiler():
     assert not tf_internals.profiler_is_running()
     model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[logger])
     assert logger.report()["recompute_overhead"] > 0
+
+
+def test_slow_steps_are_profiled_without_being_asked():
+    class Slow(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            time.sleep(0.8)  # after the logger's turn, so that it counts as part of the step
+
+    logger, (x, y) = MemoryLogger(), data(4)
+    checkpointed(**MODES["graph"]).fit(x, y, batch_size=BATCH, verbose=0, callbacks=[logger, Slow()])
+    report = logger.report()
+    assert report["profiled_batches"] >= 1
+    assert report["recompute_overhead"] > 0
+    assert report["step_time_ms"] >= 800
 
 
 def test_steps_of_executions_are_counted():

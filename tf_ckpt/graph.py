@@ -512,13 +512,10 @@ def wrap_step(model, wrapper):
     Args:
         model: A model in `fit`, before a batch.
         wrapper: Callable that calls its first argument with the others, and returns the result.
-
-    Returns:
-        True, or False if the model's steps cannot be reached.
     """
     original = model.__dict__.get("train_function")
-    if original is None or getattr(original, "_tf_ckpt_once", False):
-        return False
+    if original is None:  # a loop of the user's own
+        return
 
     def once(*args, **kwargs):
         if model.train_function is once:
@@ -527,7 +524,6 @@ def wrap_step(model, wrapper):
 
     once._tf_ckpt_once = True
     model.train_function = once
-    return True
 
 
 def unwrap_step(model):
