@@ -47,8 +47,8 @@ class MemoryLogger(keras.callbacks.Callback):
       and traced nothing.
     - `recompute_overhead`: the measured share of the step that went into re-running forward work, such as 0.25. It is a
       gross share: what the step would save without recompute is less where the plain step is slower for its memory (paired
-      steps tell that). 0.0 for a model that recomputes nothing, NaN until and unless it is measured, and the
-      same in each epoch from then on. `report` says in `recompute_overhead_source` where it comes from:
+      steps tell that). 0.0 for a model that recomputes nothing, NaN until and unless it is measured, and from
+      then on what is known so far. `report` says in `recompute_overhead_source` where it comes from:
 
       - `"profile"`: TensorFlow's profiler, on up to three single batches after the second: the time in which operations
         ran that carry the name of a re-run, as a share of the time in which any ran. Good to about 3 points in graphs.
