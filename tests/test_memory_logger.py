@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -16,11 +15,14 @@ import tensorflow as tf
 
 import tf_ckpt
 from tf_ckpt import memory
+from tf_ckpt.callbacks import readings
 from tf_ckpt.memory import MIB, Usage
 
 MemoryLogger, memory_logger = tf_ckpt.callbacks.MemoryLogger, tf_ckpt.callbacks.memory_logger
 BATCH = 256
 KEYS = {"peak_memory_mib", "baseline_memory_mib"}
+# Most of these models are plain ones; `test_logger_advice.py` is about what is said then.
+pytestmark = pytest.mark.filterwarnings("ignore:MemoryLogger. nothing is checkpointed")
 
 
 def make_model(units=1024, **compile_arguments):
@@ -101,7 +103,7 @@ def one(*batches):
 def test_history_csv_and_progress_bar_have_it(tmp_path, capsys):
     logger, path = MemoryLogger(), tmp_path / "log.csv"
     history = fit(make_model(), logger, epochs=2, verbose=2, callbacks=[logger, keras.callbacks.CSVLogger(path)])
-    assert {"loss", "recompute_overhead"} | KEYS == set(history)
+    assert {"loss", "recompute_overhead", "step_time_ms"} | KEYS == set(history)
     assert all(len(values) == 2 and all(isinstance(x, float) for x in values) for values in history.values())
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
@@ -291,23 +293,29 @@ def test_a_fit_that_failed_does_not_spoil_the_next():
     assert logger.report()["batches"] == 3
 
 
-def test_overhead_is_the_plans(monkeypatch):
-    model = make_model()
-    plan = SimpleNamespace(overhead=0.25, strategy="sqrt")
-    monkeypatch.setattr("tf_ckpt.transform.plan_of", lambda asked: plan if asked is model else None)
-    logger = MemoryLogger()
-    assert fit(model, logger, epochs=2)["recompute_overhead"] == [0.25, 0.25]
-    assert logger.report()["recompute_overhead"] == 0.25
-    plan.overhead = None
-    assert "recompute_overhead" not in fit(model, logger)
-    assert logger.report()["recompute_overhead"] is None
-
-
-def test_overhead_of_an_applied_model():
-    model = tf_ckpt.apply(make_model(), strategy="full")
+def test_predictions_are_the_plans():
+    model = tf_ckpt.apply(make_model(), strategy="full", batch_size=BATCH)
     model.compile("sgd", "mse")
-    plan = tf_ckpt.plan_of(model)
-    assert fit(model, MemoryLogger()).get("recompute_overhead") == [plan.overhead]
+    plan, logger = tf_ckpt.plan_of(model), MemoryLogger()
+    history = fit(model, logger)
+    report = logger.report()
+    assert report["predicted_recompute_overhead"] == pytest.approx(plan.overhead / (1 + plan.overhead))
+    assert report["predicted_recompute_overhead_unit"] == "FLOPs"
+    assert report["predicted_peak_memory_mib"] * MIB == plan.peak_bytes
+    assert report["predicted_plain_peak_memory_mib"] * MIB == plan.plain_peak_bytes
+    assert report["predicted_batch_size"] == report["batch_size"] == BATCH
+    # A fit of three steps is not profiled, and a prediction is no measurement.
+    assert math.isnan(history["recompute_overhead"][0])
+    assert report["recompute_overhead_source"] == "unknown"
+    assert "profile_batches" in report["recompute_overhead_note"]
+
+
+def test_a_plain_model_has_no_overhead_and_no_prediction():
+    logger = MemoryLogger()
+    assert fit(make_model(), logger, epochs=2)["recompute_overhead"] == [0.0, 0.0]
+    report = logger.report()
+    assert report["recompute_overhead_source"] == "nothing is recomputed"
+    assert report["predicted_recompute_overhead"] is None
 
 
 def test_overhead_of_recompute_inside_layers_is_not_called_zero():
@@ -321,7 +329,7 @@ def test_overhead_of_recompute_inside_layers_is_not_called_zero():
 
     model = keras.Sequential([keras.Input((8,)), Holder(), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    assert "recompute_overhead" not in fit(model, MemoryLogger())
+    assert math.isnan(fit(model, MemoryLogger())["recompute_overhead"][0])
 
 
 def test_a_device_that_cannot_reset_is_named(monkeypatch):
@@ -348,7 +356,7 @@ with warnings.catch_warnings(record=True) as caught:
     for _ in range(2):
         x, y = np.ones((4, 2)), np.ones((4, 1))
         history = model.fit(x, y, validation_data=(x, y), verbose=0, callbacks=[logger, MemoryLogger()]).history
-said = [str(x.message) for x in caught if "MemoryLogger" in str(x.message)]
+said = [str(x.message) for x in caught if "logs no memory" in str(x.message)]
 print(json.dumps([said, sorted(history), logger.report()]))
 """
     # oneDNN's own CPU allocator has statistics.
@@ -359,7 +367,7 @@ print(json.dumps([said, sorted(history), logger.report()]))
     said, keys, report = json.loads(done.stdout.splitlines()[-1])
     assert len(said) == 1
     assert "TF_CPU_ALLOCATOR_USE_BFC=true" in said[0]
-    assert keys == ["loss", "recompute_overhead", "val_loss"]
+    assert keys == ["loss", "recompute_overhead", "step_time_ms", "val_loss"]
     assert report["devices"] == []
     assert report["peak_memory_mib"] is None
     assert report["batches"] == 1
@@ -402,6 +410,11 @@ def test_it_is_not_dispatched_to_a_thread():
         {"update_freq": 2.5},
         {"update_freq": None},
         {"reset": "no"},
+        {"profile_batches": -1},
+        {"profile_batches": True},
+        {"profile_batches": "all"},
+        {"profile_batches": 1.5},
+        {"log_dir": 3},
         {"verbose": 2},
         {"verbose": "loud"},
     ],
@@ -415,5 +428,5 @@ def test_wrong_arguments_are_quoted(arguments):
 
 def test_worst_takes_both_figures_from_one_device():
     usage = {"GPU:0": Usage(4 * MIB, 5 * MIB), "GPU:1": Usage(1 * MIB, 6 * MIB)}
-    assert memory_logger._worst(usage, ["GPU:0", "GPU:1"]) == (6.0, 1.0)
-    assert memory_logger._worst(usage, ["GPU:2"]) == (None, None)
+    assert readings.worst(usage, ["GPU:0", "GPU:1"]) == (6.0, 1.0)
+    assert readings.worst(usage, ["GPU:2"]) == (None, None)

@@ -501,3 +501,74 @@ def part_replaced(operation, attribute, make):
                 del own[attribute]
             else:
                 own[attribute] = before
+
+
+# --- `fit` around a callback ----------------------------------------------------------------------------------------------
+
+
+def wrap_step(model, wrapper):
+    """Makes the model's next training step, and that alone, run as `wrapper(step, *arguments)`.
+
+    Args:
+        model: A model in `fit`, before a batch.
+        wrapper: Callable that calls its first argument with the others, and returns the result.
+    """
+    original = model.__dict__.get("train_function")
+    if original is None:  # a loop of the user's own
+        return
+
+    def once(*args, **kwargs):
+        if model.train_function is once:
+            model.train_function = original
+        return wrapper(original, *args, **kwargs)
+
+    once._tf_ckpt_once = True
+    model.train_function = once
+
+
+def unwrap_step(model):
+    """Takes off what `wrap_step` put on, if the step was never run."""
+    step = model.__dict__.get("train_function")
+    if getattr(step, "_tf_ckpt_once", False):
+        model.train_function = inspect.getclosurevars(step).nonlocals["original"]
+
+
+def times_traced(model):
+    """Returns how often the training step was traced, or 0 where that cannot be told."""
+    step = model.__dict__.get("train_function")
+    if getattr(step, "_tf_ckpt_once", False):
+        step = inspect.getclosurevars(step).nonlocals["original"]
+    cells = [cell.cell_contents for cell in getattr(step, "__closure__", None) or ()]
+    return sum(x.experimental_get_tracing_count() for x in cells if hasattr(x, "experimental_get_tracing_count"))
+
+
+def _of_caller(find):
+    """Returns the first result of `find(local variables)` that is not None, from this function's callers outwards."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        found = find(frame.f_locals)
+        if found is not None:
+            return found
+        frame = frame.f_back
+    return None
+
+
+def callbacks_around():
+    """Returns the callbacks of the `fit` that is calling one, in order; Keras does not tell them of each other."""
+
+    def find(names):
+        return names["self"].callbacks if isinstance(names.get("self"), keras.callbacks.CallbackList) else None
+
+    return list(_of_caller(find) or ())
+
+
+def batch_size_around():
+    """Returns the batch size of the `fit` that is calling a callback, or None if it is not known beforehand."""
+    adapter = _of_caller(lambda names: getattr(names.get("epoch_iterator"), "data_adapter", None))
+    size = getattr(adapter, "batch_size", None)
+    return int(size) if size else None
+
+
+def tensorboard_writers(callback):
+    """Returns the functions that give a `keras.callbacks.TensorBoard`'s writers, for training and for validation."""
+    return lambda: callback._train_writer, lambda: callback._val_writer

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tf_ckpt import tf_internals
 from tf_ckpt.errors import CheckpointError
 
 MIB = 2**20
@@ -106,6 +107,8 @@ def merge(first, second):
 class PeakMeter:
     """Measures a repeated stretch of work, such as a training step, on several devices at once.
 
+    A peak that somebody else resets within the stretch is not lost: it is read before.
+
     Args:
         names: Device names, such as `devices()`. With none, nothing is read and every reading is empty.
         reset: Whether `begin` resets the peaks. Without, `end` reads the peak of the whole process so far.
@@ -123,11 +126,13 @@ class PeakMeter:
     def __init__(self, names, reset=True):
         self.names = tuple(names)
         self.reset = reset
-        self._baselines = {}
+        self._baselines, self._before = {}, {}
 
     def begin(self):
         """Starts a stretch. A stretch that was begun before and not ended is forgotten."""
+        self._baselines, self._before = {}, {}
         if self.names:
+            tf_internals.tell_before_reset(self)
             synchronize()
         for name in self.names:
             if self.reset:
@@ -143,7 +148,12 @@ class PeakMeter:
         baselines, self._baselines = self._baselines, {}
         if baselines:
             synchronize()
-        return {name: Usage(baseline, peak_bytes(name)) for name, baseline in baselines.items()}
+        return {name: Usage(baseline, max(peak_bytes(name), self._before.get(name, 0))) for name, baseline in baselines.items()}
+
+    def before_reset(self):
+        """Keeps the peaks of an open stretch, which are about to be reset."""
+        for name in self._baselines:
+            self._before[name] = max(peak_bytes(name), self._before.get(name, 0))
 
 
 def _candidates():

@@ -15,12 +15,13 @@ takes neither keyword arguments nor anything but float tensors. Here the functio
 import contextlib
 import inspect
 import threading
+import time
 import warnings
 
 import tensorflow as tf
 
 from tf_ckpt import graph as keras_graph
-from tf_ckpt import inspection, tf_internals
+from tf_ckpt import inspection, memory, tf_internals
 from tf_ckpt.errors import CheckpointError, CheckpointWarning
 from tf_ckpt.ordering import in_order
 from tf_ckpt.state import Record, keep, take_weight_gradients, tie, zero_after
@@ -71,6 +72,58 @@ def _recomputing(value):
         yield
     finally:
         _local.recomputing = before
+
+
+class _Clock:
+    """Seconds that re-runs took in eager mode."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+
+_clocks = []  # of all threads: a distribution strategy calls its replicas in threads of their own
+
+
+@contextlib.contextmanager
+def timing_reruns():
+    """A scope that adds up, in the `seconds` of what it gives, how long the re-runs of eager mode take in it.
+
+    It waits for the devices before and after each.
+    """
+    clock = _Clock()
+    _clocks.append(clock)
+    try:
+        yield clock
+    finally:
+        _clocks.remove(clock)
+
+
+@contextlib.contextmanager
+def _timed():
+    if not _clocks:
+        yield
+        return
+    memory.synchronize()
+    begun = time.perf_counter()
+    try:
+        yield
+    finally:
+        memory.synchronize()
+        for clock in _clocks:
+            clock.seconds += time.perf_counter() - begun
+
+
+_listeners = []
+
+
+@contextlib.contextmanager
+def watching_calls(callback):
+    """Calls `callback(fn, args, kwargs)` for each call of a recomputed function in this scope, nested ones included."""
+    _listeners.append(callback)
+    try:
+        yield
+    finally:
+        _listeners.remove(callback)
 
 
 def recompute(fn, *, name=None):
@@ -156,6 +209,8 @@ def run(fn, args, kwargs, name, memo=None, logits=True):
     Returns:
         What `fn` returns.
     """
+    for tell in _listeners:
+        tell(fn, args, kwargs)
     leaves = tf.nest.flatten((args, kwargs), expand_composites=True)
     if not can_run(leaves):
         return fn(*args, **kwargs)
@@ -256,7 +311,8 @@ class _Run:
         if not self.done:
             return self._forward(inputs)
         if self.place is None:
-            return self._rerun(token, inputs)
+            with _timed():
+                return self._rerun(token, inputs)
         with self.place.rerun():
             return self._rerun(token, inputs)
 

@@ -8,7 +8,9 @@ A new TensorFlow breaks this file or none. What is here:
 - whether a thread is a replica's;
 - whether a variable may have been written since it was read;
 - the graphs of the functions that an operation calls;
-- the switch of a graph optimiser that depends on the memory that a step needs.
+- the switch of a graph optimiser that depends on the memory that a step needs;
+- the formats that profiles are written in, and whether a profiler is running;
+- a hook before the process-wide peaks of memory are reset.
 """
 
 import contextlib
@@ -16,11 +18,14 @@ import threading
 import weakref
 
 import tensorflow as tf
+from tensorflow.compiler.xla.service import hlo_pb2
 from tensorflow.core.protobuf import rewriter_config_pb2
 from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager import execute as eager_execute
 from tensorflow.python.framework import function_def_to_graph, op_def_registry, ops
+from tensorflow.python.profiler import profiler_v2
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 _CUSTOM = "CustomGradient-"
 _READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp", "VariableShape"})
@@ -348,3 +353,36 @@ def switch_memory_optimizer_off():
         return made
 
     context.Context.config = property(config)
+
+
+def profile(data):
+    """Returns the XSpace in the bytes of an `.xplane.pb` file."""
+    return xplane_pb2.XSpace.FromString(data)
+
+
+def hlo_module(data):
+    """Returns the HLO module in the bytes of an `HloProto`."""
+    return hlo_pb2.HloProto.FromString(data).hlo_module
+
+
+def profiler_is_running():
+    """Returns True between `tf.profiler.experimental.start` and `stop`."""
+    return profiler_v2._profiler is not None
+
+
+_before_reset = weakref.WeakSet()
+
+
+def tell_before_reset(meter):
+    """Has `meter.before_reset()` called before anybody resets the peaks of memory, for as long as `meter` lives."""
+    original = context.Context.reset_memory_stats
+    if not hasattr(original, "_tf_ckpt_tells"):  # done once
+
+        def reset_memory_stats(self, dev):
+            for each in list(_before_reset):
+                each.before_reset()
+            return original(self, dev)
+
+        reset_memory_stats._tf_ckpt_tells = True
+        context.Context.reset_memory_stats = reset_memory_stats
+    _before_reset.add(meter)

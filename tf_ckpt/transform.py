@@ -178,6 +178,11 @@ def plan_of(model):
     return made if not made.segments or keras_graph.executes(model) else None
 
 
+def had_plan(model):
+    """Returns True if `model` was made by `apply` with something to recompute, executed or not."""
+    return model in _plans and bool(_plans[model][0].segments)
+
+
 def _graph_of(model):
     if not isinstance(model, keras.Model):
         hint = " For a single layer use `tf_ckpt.Recompute`." if isinstance(model, keras.Layer) else ""
