@@ -1,5 +1,7 @@
 """The moments of a step on paper: which there are, in which order, and what is there at each. Sums: see test_chain.py."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from test_chain import line, make, random_chain, random_tree, tensor
@@ -95,3 +97,52 @@ def test_a_run_s_moments_are_those_within_the_step():
                 assert [m[:2] for m in moved] == [m[:2] for m in whole[at : at + len(own)]]
                 compared += 1
     assert compared > 50
+
+
+# --- graph mode -------------------------------------------------------------------------------------------------------
+
+
+def in_graph(chain, **more):
+    return dataclasses.replace(chain, graph_mode=True, **more)
+
+
+def by_phase(chain, tree, phase):
+    return {m.stage: m.bytes for m in simulate.timeline(chain, tree) if m.phase == phase}
+
+
+def test_a_re_run_in_a_graph_leaves_out_what_nobody_reads():
+    chain = line(4, size=[1, 1, 100, 1], internal=[10, 10, 10, 10])
+    cautious, precise = by_phase(chain, [(0, 3)], "re-run"), by_phase(in_graph(chain), [(0, 3)], "re-run")
+    # Stage 2's output is there already, for stage 3: made again, it would have no reader. Its gradient is as large.
+    assert cautious == {0: 100 + 11, 1: 100 + 22, 2: 100 + 32 + 100}
+    assert precise == {0: 100 + 11, 1: 100 + 22, 2: 100 + 32}
+
+
+def test_a_segment_in_a_graph_lets_go_of_what_only_its_re_run_takes():
+    tensors = [tensor(0, 1, size=50, kept_by=[]), tensor(1, 2), tensor(2, 3, n=3, kept_by=[3])]
+    chain = make(3, tensors, internal=[0, 7, 0])
+    cautious, precise = by_phase(chain, [(1, 3)], "backward"), by_phase(in_graph(chain), [(1, 3)], "backward")
+    assert cautious[1] - precise[1] == 50 == cautious[2] - precise[2]
+    assert cautious[0] == precise[0]
+    # A re-run inside takes it again.
+    nested = [Range(0, 3, (Range(1, 3),))]
+    inside = [Range(1, 3, (Range(1, 2),))]
+    for tree, saved in ((nested, 50), (inside, 0)):
+        assert by_phase(chain, tree, "backward")[1] - by_phase(in_graph(chain), tree, "backward")[1] == saved
+
+
+def test_what_has_no_reader_left_is_let_go_within_the_backward_pass():
+    chain = line(3, size=50, backward_extra=[0, 30, 0])
+    last = in_graph(chain, backward_last=np.array([0.0, -20.0, 0.0]))
+    assert by_phase(chain, (), "backward")[1] - by_phase(last, (), "backward")[1] == 50
+    # At the start of a segment, others hold it.
+    assert by_phase(chain, [(1, 3)], "backward")[1] == by_phase(last, [(1, 3)], "backward")[1]
+
+
+def test_weight_gradients_wait_or_are_used_at_once():
+    chain = line(3, weights=[100, 0, 300])
+    at_once = dataclasses.replace(chain, gradients_wait=False)
+    np.testing.assert_array_equal(chain.gradients, [400, 300, 300, 0])
+    np.testing.assert_array_equal(at_once.gradients, [200, 600, 600, 0])  # with as much again for the update
+    wide = dataclasses.replace(line(4, weights=[100, 100, 100, 100]), gradients_wait=False)
+    np.testing.assert_array_equal(wide.gradients, [200, 200, 200, 200, 0])

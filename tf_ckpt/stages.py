@@ -130,6 +130,7 @@ class Stages:
             tensors=tuple(tensors),
             batch_size=batch_size,
             gradients_wait=gradients_wait,
+            graph_mode=True,
             largest=max((c.largest for c in costs), default=0),
         )
         return chain if device is None else _timed(chain, costs, device)

@@ -61,6 +61,8 @@ class Chain:
         forward_extra: Bytes that a forward run holds at its worst beside inputs and outputs, when nothing is kept.
         taped_extra: The same beside inputs, outputs and `internal`, when it is kept.
         backward_extra: Bytes that a backward pass holds at its worst beside what was kept and the outputs' gradients.
+        graph_mode: Whether re-runs leave out what nobody reads, and let go of what they take when it is used up, as in a
+            graph. The tables and bounds of strategies do not count on it; the peaks of their trees do.
         largest: Bytes of the largest tensor that a stage makes, between stages or inside.
         backward_last: The same where what it reads between stages is not needed afterwards. Defaults to `backward_extra`.
         part_internal: `internal` if the stage's inner part (`part_names`) is recomputed; equal to it where there is none.
@@ -109,6 +111,7 @@ class Chain:
     shared: tuple = ()
     unknown: tuple = ()
     gradients_wait: bool = True
+    graph_mode: bool = False
     backward_last: np.ndarray | None = None
     largest: float = 0.0
     unit: str = "FLOPs"

@@ -93,7 +93,7 @@ class _Level:
         """Runs forward beside `outer` bytes. What is kept stays in `internal` and `kept`."""
         x, live, total, homes, stop = self.lists, {}, outer, self.home, self.stop
         note, kept, internal = self.moments.append, self.kept, self.internal
-        read = None if self.loss else x.chain.read(stop)
+        read = None if self.loss or not x.chain.graph_mode else x.chain.read(stop)
         for k in range(self.start, stop):
             home = homes.get(k)
             makes = read is None or read[k]  # what nobody reads, a graph optimiser leaves out of a re-run
@@ -120,10 +120,11 @@ class _Level:
             for size in live.pop(k, ()):
                 total -= size
 
-    @staticmethod
-    def _taken(r, release):
+    def _taken(self, r, release):
         """Returns the bytes of what a re-run only took: no backward pass in it looks for that, nor a re-run inside."""
         freed = 0.0
+        if not self.lists.chain.graph_mode:
+            return freed
         for t in (t for s in range(r.start, r.stop) for t in release.get(s, ())):
             again = any(i.start <= s < i.stop for i in r.inside if not i.part for s, _ in t.uses)
             if not again and not any(r.start <= s < r.stop for s in t.inner):

@@ -1,0 +1,106 @@
+"""Of two products from one upstream gradient, the one that leads nowhere runs first in a segment's backward pass."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import assert_same
+from keras import layers as L
+
+import tf_ckpt
+from tf_ckpt.ordering import in_order, siblings
+from tf_ckpt.tf_internals import run_after
+
+
+def graph_of(function, *shapes):
+    """Traces a function, and returns its graph and the operations of its backward pass."""
+    at = []
+
+    @tf.function(autograph=False)
+    def step(*inputs):
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            y = function(*inputs)
+        at.append(len(tf.compat.v1.get_default_graph().get_operations()))
+        return tape.gradient(y, inputs)
+
+    traced = step.get_concrete_function(*(tf.TensorSpec(shape) for shape in shapes))
+    return traced, traced.graph.get_operations()[at[0] :]
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "types"),
+    [
+        (tf.matmul, [(3, 4), (4, 5)], ("MatMul", "MatMul")),
+        (tf.matmul, [(2, 3, 4), (2, 4, 5)], ("BatchMatMulV2", "BatchMatMulV2")),
+        (
+            lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"),
+            [(1, 8, 8, 3), (3, 3, 3, 4)],
+            ("Conv2DBackpropInput", "Conv2DBackpropFilter"),
+        ),
+    ],
+    ids=["matmul", "batched", "convolution"],
+)
+def test_products_of_one_gradient_are_siblings(function, shapes, types):
+    _, operations = graph_of(function, *shapes)
+    assert [(a.type, b.type) for a, b in siblings(operations)] == [types]
+
+
+def test_products_in_a_row_are_no_siblings():
+    # The second derivative's products need one another: an edge would be a circle.
+    _, operations = graph_of(lambda x: tf.matmul(tf.matmul(x, tf.ones((4, 4))), tf.ones((4, 4))), (3, 4))
+    products = [op for op in operations if op.type == "MatMul"]
+    assert len(products) == 2
+    assert siblings(operations) == []
+
+
+def test_the_first_waits_and_values_stay():
+    traced, operations = graph_of(tf.matmul, (3, 4), (4, 5))
+    x, w = (np.random.default_rng(0).normal(size=s).astype("float32") for s in ((3, 4), (4, 5)))
+    before = [y.numpy() for y in traced(tf.constant(x), tf.constant(w))]
+    ((first, second),) = siblings(operations)
+    in_order(operations)
+    assert second in first.control_inputs
+    assert first not in second.control_inputs
+    again, _ = graph_of(tf.matmul, (3, 4), (4, 5))
+    for a, b in zip(before, again(tf.constant(x), tf.constant(w)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_run_after_is_an_edge():
+    with tf.Graph().as_default():
+        a, b = tf.constant(1.0), tf.constant(2.0)
+        run_after(b.op, a.op)
+        assert list(b.op.control_inputs) == [a.op]
+
+
+def model(recomputed):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((8,))
+    block = keras.Sequential([L.Dense(8, activation="gelu"), L.Dense(8), L.Dropout(0.5, seed=1)], name="block")
+    made = keras.Model(inputs, L.Dense(1)((tf_ckpt.Recompute(block) if recomputed else block)(inputs)))
+    made.compile("sgd", "mse", jit_compile=False)
+    return made
+
+
+def test_a_segment_s_products_wait_and_the_plain_model_s_do_not():
+    x, y = np.random.default_rng(0).normal(size=(2, 16, 8)).astype("float32"), np.zeros((16, 1), "float32")
+    waiting = {}
+    for recomputed in (False, True):
+        made = model(recomputed)
+
+        @tf.function
+        def step(made=made):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(made(x[0], training=True) ** 2)
+            return tape.gradient(loss, [v.value for v in made.trainable_variables])
+
+        operations = step.get_concrete_function().graph.get_operations()
+        products = [op for op in operations if op.type == "MatMul"]
+        waiting[recomputed] = sum(any(c.type == "MatMul" for c in op.control_inputs) for op in products)
+    assert waiting == {False: 0, True: 2}  # one for each Dense layer of the block
+    plain, ours = model(False), model(True)
+    for made in (plain, ours):
+        made.fit(x[0], y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    for a, b in zip(plain.get_weights(), ours.get_weights(), strict=True):
+        assert_same(a, b)
