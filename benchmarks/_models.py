@@ -17,7 +17,7 @@ from rich.console import Console
 import tf_ckpt
 
 PLAIN = "plain"
-STRATEGIES = ("sqrt", "selective", "full", "recursive", "budget-0.5", "budget-0.25")
+STRATEGIES = ("sqrt", "selective", "full", "recursive", "budget-0.5", "budget-0.25", "selective-0.35")
 L = keras.layers
 
 
@@ -113,10 +113,12 @@ class Workload:
 
 
 def make_plan(model, strategy, batch_size):
-    """Returns a plan; the strategy `"budget-0.5"` stands for a budget of half of the plain model's activation bytes."""
+    """Returns a plan; `"budget-0.5"` is a budget, `"selective-0.35"` a target, as a share of the plain model's activation bytes."""
     kind, _, share = strategy.partition("-")
     if not share:
         return tf_ckpt.plan(model, strategy, batch_size=batch_size, optimizer="sgd")
+    if kind == "selective":
+        return tf_ckpt.plan(model, kind, target=float(share), batch_size=batch_size, optimizer="sgd")
     plain = tf_ckpt.plan(model, "none", batch_size=batch_size, optimizer="sgd")
     memory = plain.plain_peak_bytes - round((1 - float(share)) * plain.plain_activation_bytes)
     return tf_ckpt.plan(model, kind, memory=memory, batch_size=batch_size, optimizer="sgd")

@@ -141,7 +141,7 @@ def add_row(table, missed, name, label, result, memory=0):
 
 
 def main():
-    parser = option_parser(__doc__.partition("\n")[0], DEFAULT, [x for x in STRATEGIES if "-" not in x])
+    parser = option_parser(__doc__.partition("\n")[0], DEFAULT, [x for x in STRATEGIES if x[-1].isalpha()])
     parser.add_argument("--budgets", type=int, default=0, metavar="N", help="budgets of each model")
     parser.add_argument("--run", nargs=3, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

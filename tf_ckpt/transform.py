@@ -40,7 +40,7 @@ def plan(
         target: See `apply`.
         levels: See `apply`.
         optimizer: The optimizer whose slots count, or its name. Defaults to the one that the model is compiled with, or
-            else Adam.
+            else Adam. One that clips by the global norm, scales the loss or accumulates gradients holds all of them at once.
         device: See `apply`.
 
     Returns:

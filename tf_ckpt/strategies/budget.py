@@ -9,7 +9,9 @@ least of
     recompute [s, j), for each j:    reruns(s, j) + C(j, t, m - boundary(s, j)) + C(s, j, m)
 
 each where m has room for the forward runs and backward passes themselves. `tf.recompute_grad` holds a segment's inputs until
-its backward pass has run, and may be nested, so that these are exactly the trees that it can run.
+its backward pass has run, and may be nested, so that these are exactly the trees that it can run. In a graph inputs may go
+earlier, when the re-run has used them up: the table does not count on that, but its trees are tried in the simulated step,
+which does, also those for up to 1.3 times the memory.
 """
 
 import numpy as np
