@@ -113,7 +113,7 @@ class Workload:
 
 
 def make_plan(model, strategy, batch_size):
-    """Returns a plan; `"budget-0.5"` is a budget, `"selective-0.35"` a target, as a share of the plain model's activation bytes."""
+    """Returns a plan; `"budget-0.5"` is a budget and `"selective-0.35"` a target, as shares of the plain activation bytes."""
     kind, _, share = strategy.partition("-")
     if not share:
         return tf_ckpt.plan(model, strategy, batch_size=batch_size, optimizer="sgd")
