@@ -53,6 +53,21 @@ def test_products_in_a_row_are_no_siblings():
     assert siblings(operations) == []
 
 
+def test_what_a_control_edge_or_a_stateful_operation_orders_is_left_alone():
+    def products(between):
+        with tf.Graph().as_default() as graph:
+            g, x, w = (tf.compat.v1.placeholder("float32", (4, 4)) for _ in range(3))
+            first = tf.matmul(g, w, transpose_b=True)
+            with tf.control_dependencies(between(first)):
+                tf.matmul(x, g, transpose_a=True)
+            return siblings(graph.get_operations())
+
+    assert len(products(lambda first: [])) == 1
+    assert products(lambda first: [first]) == []
+    assert products(lambda first: [tf.identity(first)]) == []
+    assert products(lambda first: [tf.raw_ops.Assert(condition=True, data=[first])]) == []
+
+
 def test_the_first_waits_and_values_stay():
     traced, operations = graph_of(tf.matmul, (3, 4), (4, 5))
     x, w = (np.random.default_rng(0).normal(size=s).astype("float32") for s in ((3, 4), (4, 5)))

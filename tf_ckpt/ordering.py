@@ -19,6 +19,8 @@ def siblings(operations):
     found, before, since = [], None, set()
     for op in operations:
         since.add(op.name)
+        if op.op_def.is_stateful:  # a function orders these later on: an edge could close a circle
+            before, since = None, set()
         if not op.type.startswith(_PRODUCTS):
             continue
         if before is not None and _shared(before, op) and not _needs(op, before, since):
@@ -48,12 +50,13 @@ def _needs(op, other, between):
     """Whether `op` needs `other`; `between` holds the names of what was made after that."""
     queue, seen = [op], set()
     while queue:
-        for x in queue.pop().inputs:
-            if x.op is other or x.op.name == other.name:
+        at = queue.pop()
+        for x in [*(x.op for x in at.inputs), *at.control_inputs]:
+            if x.name == other.name:
                 return True
-            if x.op.name in between and x.op.name not in seen:
-                seen.add(x.op.name)
-                queue.append(x.op)
+            if x.name in between and x.name not in seen:
+                seen.add(x.name)
+                queue.append(x)
     return False
 
 
