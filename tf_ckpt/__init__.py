@@ -16,6 +16,8 @@ if _keras.backend.backend() != "tensorflow":
     )
 
 from tf_ckpt import callbacks, layers, strategies  # noqa: E402
+from tf_ckpt.batch_size import max_batch_size  # noqa: E402
+from tf_ckpt.compare import compare  # noqa: E402
 from tf_ckpt.errors import CheckpointError, CheckpointWarning  # noqa: E402
 from tf_ckpt.layers import Recompute  # noqa: E402
 from tf_ckpt.plan import Plan, Segment  # noqa: E402
@@ -31,9 +33,11 @@ __all__ = [
     "Segment",
     "apply",
     "callbacks",
+    "compare",
     "disabled",
     "is_recomputing",
     "layers",
+    "max_batch_size",
     "plan",
     "plan_of",
     "recompute",

@@ -26,7 +26,7 @@ _CAUTION = 1.04  # a budget is to be kept, and allocators often lose more than `
 _GOES_WITH = {"layers": "selective", "target": "selective", "memory": "budget", "levels": "recursive"}
 
 
-def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=False, **options):
+def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=False, between=None, **options):
     """Returns the `Plan` for a model.
 
     Args:
@@ -36,6 +36,7 @@ def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=
         batch_size: See `tf_ckpt.apply`.
         optimizer: See `tf_ckpt.plan`.
         curve: Whether the plan shall hold the trade-off curve.
+        between: See `Stages.chain`.
         **options: `layers`, `target`, `memory` and `levels`: see `tf_ckpt.apply`.
     """
     _check(strategy, batch_size, options)
@@ -48,7 +49,7 @@ def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=
         batch_size = stated or _DEFAULT_BATCH
     chosen = None if options.get("layers") is None else _chosen(stages, options["layers"])
     fixed = {"weight_bytes": variable_bytes(model.weights), "optimizer_bytes": optimizer_bytes(model, optimizer)}
-    chain = stages.chain(int(batch_size))
+    chain = stages.chain(int(batch_size), between)
     if callable(strategy):
         made, name = strategy(chain), getattr(strategy, "__name__", "callable")
         if isinstance(made, Plan):

@@ -39,7 +39,7 @@ def plan(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, t
         CheckpointError: If the model is no graph of layers, or the strategy or layers do not exist.
     """
     options = {"memory": memory, "layers": layers, "target": target, "levels": levels}
-    return make_plan(_graph_of(model), model, strategy, batch_size=batch_size, optimizer=optimizer, curve=True, **options)
+    return make_plan(graph_of(model), model, strategy, batch_size=batch_size, optimizer=optimizer, curve=True, **options)
 
 
 def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, target=None, levels=None):
@@ -90,7 +90,7 @@ def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, 
     model.fit(x, y)
     ```
     """
-    level = _graph_of(model)
+    level = graph_of(model)
     options = {"memory": memory, "layers": layers, "target": target, "levels": levels}
     made = make_plan(level, model, strategy, batch_size=batch_size, **options)
     plain = remove(model)
@@ -163,7 +163,8 @@ def plan_of(model):
     return made if not made.segments or keras_graph.executes(model) else None
 
 
-def _graph_of(model):
+def graph_of(model):
+    """Returns the `graph.Level` of a model, or raises the error that says why there is none."""
     if not isinstance(model, keras.Model):
         hint = " For a single layer use `tf_ckpt.Recompute`." if isinstance(model, keras.Layer) else ""
         raise TypeError(f"`model` must be a `keras.Model`.{hint} Received: model={model!r} of type {type(model).__name__}")
