@@ -181,28 +181,27 @@ def _largest(name, prediction, trials, budget, limit, most):
     )
 
 
-def _search(prediction, trial, guess, limit, most):
-    """Returns the largest batch size that trains where one more does not (or is more than `most`)."""
-    low, high, step, measured = 0, most + 1, None, False
-    guess = min(max(guess, 1), most)
+def _search(prediction, trial, predicted, limit, most):
+    """Returns the largest batch size that trains where one more does not (or is more than `most`).
+
+    A trial that fits takes as long as its steps, one that does not ten seconds more, in which TensorFlow's allocator waits for
+    memory to be freed. So the search comes from below.
+    """
+    low, high, guess = 0, most + 1, max(1, min(round(0.8 * predicted), most))
+    step, measured = max(1, predicted // 64), False
     while high - low > 1:
         done = trial(guess)
         low, high = (guess, high) if done.status == TRAINED else (low, guess)
-        step = max(1, guess // 16) if step is None else 2 * step
-        bracketed = low > 0 and high <= most
         if done.status == TRAINED and done.peak_mib is not None and not measured:
             # Once what the allocator really takes is known, the prediction is right to some percent.
-            plan, measured, step = prediction.plan(guess), True, max(1, guess // 32)
+            plan, measured = prediction.plan(guess), True
             fixed = plan.weight_bytes + plan.optimizer_bytes
             scale = max(done.peak_mib * MIB - fixed, 1) / max(plan.activation_bytes, 1)
             guess = prediction.largest(limit, scale)
-        elif bracketed:
-            # Near the end what fits and what does not lie close to where the last guess was.
-            guess = low + step if done.status == TRAINED else high - step
-            if not low < guess < high or step > (high - low) // 4:
-                guess = (low + high) // 2
+        elif high > most:
+            guess, step = low + step, 2 * step
         else:
-            guess = low + step if low else high - step if high - step > 0 else high // 2
+            guess = low + max(1, (high - low) // 3) if low else high // 2
         guess = min(max(guess, low + 1), high - 1)
     return low
 

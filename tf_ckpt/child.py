@@ -4,9 +4,11 @@ A step that runs out of memory inside XLA frees the variables' buffers on the CP
 on. Here it is the child's process that ends. Models travel as `.keras` files, the rest pickled, in a folder of our own.
 """
 
+import contextlib
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +19,6 @@ import tensorflow as tf
 from tf_ckpt import snapshot
 from tf_ckpt.errors import CheckpointError
 from tf_ckpt.graph import sublayers
-from tf_ckpt.memory import MIB
 from tf_ckpt.trainee import OUT_OF_MEMORY, Outcome
 from tf_ckpt.transform import remove
 
@@ -60,7 +61,7 @@ class Package:
             raise CheckpointError(_cannot(plain, f"its loss cannot be pickled ({error})")) from error
         self.name = plain.name
         self._folder = tempfile.TemporaryDirectory(prefix="tf_ckpt-")
-        self._children = 0
+        self._tasks, self._idle = 0, []
         try:
             with open(self.path("content.pickle"), "wb") as file:
                 file.write(content)
@@ -82,68 +83,109 @@ class Package:
             batches: See `trainee.Trainee`.
             memory: Bytes of the device; None for what it has.
         """
-        self._children += 1
-        task = f"task{self._children}.pickle"
+        self._tasks += 1
+        task = f"task{self._tasks}.pickle"
         with open(self.path(task), "wb") as file:
             pickle.dump({"plan": plan, "batches": batches, "memory": memory}, file)
-        return Child(self, task, memory)
+        process = self._idle.pop() if self._idle else Process(self.path(""))
+        return Child(self, process, task)
+
+    def take_back(self, process):
+        """Keeps a process for the next child, so that it need not import TensorFlow."""
+        if hasattr(os, "fork"):
+            self._idle.append(process)
+        else:
+            process.end()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
+        for process in self._idle:
+            process.end()
         self._folder.cleanup()
+
+
+class Process:
+    """A process with TensorFlow imported and no device in use, which forks one child after the other."""
+
+    def __init__(self, folder):
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tf_ckpt.child_main", folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=_environment(),
+            start_new_session=True,  # a group of its own: ending it ends its children
+        )
+
+    def say(self, *words):
+        with contextlib.suppress(BrokenPipeError):  # its end is told by what it answers
+            self._process.stdin.write(json.dumps(words) + "\n")
+            self._process.stdin.flush()
+
+    def answer(self):
+        """Returns the next answer, a dict; its last one has the key `ended`."""
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line[len(MARK) :])
+        return {"ended": self._process.wait(), "all": True}
+
+    def errors(self):
+        """Returns what was written to stderr since the last call."""
+        return self._errors.read()
+
+    def end(self):
+        if hasattr(os, "killpg"):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        else:
+            self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            with contextlib.suppress(BrokenPipeError):  # what was still to be written
+                stream.close()
 
 
 class Child:
     """A process that trains, step by step; a context manager that ends it."""
 
-    def __init__(self, package, task, memory):
-        self._package = package
-        self._errors = open(package.path(task + ".stderr"), "w+")  # noqa: SIM115
-        command = [sys.executable, "-m", "tf_ckpt.child_main", package.path(""), task]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=_environment(memory)
-        )
-        self._ready = False
+    def __init__(self, package, process, task):
+        self._package, self._process, self._task = package, process, task
+        self._ready, self._last = False, {}
 
     def turn(self, number):
         """As `Trainee.turn`."""
         if not self._ready:
-            answer = self._answer()
-            if answer.get("status") != "ready":
-                return self._outcome(answer)
+            self._process.errors()
+            self._process.say("start", self._task)
+            if self._ask().get("status") != "ready":
+                return self._outcome()
             self._ready = True
-        return self._outcome(self._ask("turn", number))
+        self._ask("turn", number)
+        return self._outcome()
 
     def digest(self):
         """Returns the `snapshot.digest` of all that the child has trained."""
         return self._ask("digest")["digest"]
 
     def _ask(self, *words):
-        try:
-            self._process.stdin.write(json.dumps(words) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return {}
-        return self._answer()
+        if words:
+            self._process.say(*words)
+        self._last = self._process.answer()
+        return self._last
 
-    def _answer(self):
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                return json.loads(line[len(MARK) :])
-        return {}
-
-    def _outcome(self, answer):
-        if answer.get("outcome"):
+    def _outcome(self):
+        answer = self._last
+        if "outcome" in answer:
             return Outcome(*answer["outcome"])
-        if answer.get("error"):
+        if "error" in answer:
             raise CheckpointError(_cannot(self._package, f"there it raised {answer['error']}"))
-        status = self._process.wait()
-        self._errors.seek(0)
-        text = self._errors.read()
+        text, status = self._process.errors(), answer["ended"]
         # XLA and the kernel end a process that finds no memory; only XLA says why.
-        if any(word in text for word in _OUT) or status == -9:
+        if any(word in text for word in _OUT) or status == -signal.SIGKILL:
             return Outcome(OUT_OF_MEMORY)
         last = text.strip().splitlines()[-1:] or ["nothing on stderr"]
         raise CheckpointError(_cannot(self._package, f"the process ended with status {status}: {last[0]}"))
@@ -151,17 +193,18 @@ class Child:
     def __enter__(self):
         return self
 
-    def __exit__(self, *error):
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._errors):
-            try:
-                stream.close()
-            except BrokenPipeError:  # what was still to be written
-                pass
+    def __exit__(self, kind, *error):
+        if kind is None and not self._last.get("all"):
+            if self._last and "ended" not in self._last:
+                self._process.say("end")
+                while "ended" not in self._ask():
+                    pass
+            self._package.take_back(self._process)
+        else:
+            self._process.end()
 
 
-def _environment(memory):
+def _environment():
     paths = [os.getcwd() if entry == "" else entry for entry in sys.path]
     environment = {
         "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -172,8 +215,6 @@ def _environment(memory):
     }
     if not tf.config.get_visible_devices("GPU"):
         environment["CUDA_VISIBLE_DEVICES"] = "-1"
-        if memory is not None:
-            environment["TF_CPU_BFC_MEM_LIMIT_IN_MB"] = str(int(memory // MIB))
     return environment
 
 
