@@ -110,16 +110,18 @@ class Process:
     """A process with TensorFlow imported and no device in use, which forks one child after the other."""
 
     def __init__(self, folder):
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        handle, path = tempfile.mkstemp(".stderr", dir=folder)
+        self._errors = open(path, errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tf_ckpt.child_main", folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._errors,
+            stderr=handle,
             text=True,
             env=_environment(),
             start_new_session=True,  # a group of its own: ending it ends its children
         )
+        os.close(handle)
 
     def say(self, *words):
         with contextlib.suppress(BrokenPipeError):  # its end is told by what it answers
