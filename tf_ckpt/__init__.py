@@ -3,6 +3,7 @@
 import os
 import sys
 
+
 def _is_command_line():
     """Whether this process is `tf-ckpt` or `python -m tf_ckpt`, which Python calls "-m" while it looks for the module."""
     name = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""

@@ -1,6 +1,6 @@
 """`max_batch_size`: the largest batch that fits, predicted from two traces and proved by real steps."""
 
-import keras
+import contextlib
 
 from tf_ckpt import graph as keras_graph
 from tf_ckpt.batch_sizes import BatchSizes, Largest, Trial
@@ -87,14 +87,16 @@ def max_batch_size(
         arguments = training_arguments(model, optimizer, loss, jit_compile, default_loss="mse")
         sample = made_up(model, arguments.get("loss")) if x is None else batches_of(x, y, None, 1)[0]
         rows, budget = [], limit if simulated else int((1 - MARGIN) * limit)
-        with _package(model, arguments) if verify else _Nothing() as package:
-            for name, how in ((PLAIN, "none"), (_name(strategy), strategy)):
-                goal = {"memory": budget} if how == "budget" else {}
-                predict = _Prediction(level, model, how, arguments["optimizer"], most, {**options, **goal} if how != "none" else {})
-                trials = _Trials(package, predict, sample, limit, simulated, verbose, name)
-                rows.append(_largest(name, predict, trials if verify else None, budget, limit, most))
-                if how == "none" and strategy == "none":
-                    break
+        goal = {"memory": budget} if strategy == "budget" else {}
+        predictions = {
+            PLAIN: _Prediction(level, model, "none", arguments["optimizer"], most, {}),
+            _name(strategy): _Prediction(level, model, strategy, arguments["optimizer"], most, {**options, **goal}),
+        }
+        predicted = {name: prediction.largest(budget) for name, prediction in predictions.items()}  # before any trial
+        with _package(model, arguments) if verify else contextlib.nullcontext() as package:
+            for name, prediction in predictions.items():
+                trials = _Trials(package, prediction, sample, limit, simulated, verbose, name) if verify else None
+                rows.append(_largest(name, prediction, predicted[name], trials, limit, most))
     return BatchSizes(rows=tuple(rows), memory_bytes=limit, verified=verify, most=most)
 
 
@@ -165,9 +167,8 @@ class _Trials:
         return trial
 
 
-def _largest(name, prediction, trials, budget, limit, most):
-    """Returns the `Largest` of one strategy. `budget` is what a prediction must fit, `limit` what there is."""
-    predicted = prediction.largest(budget)
+def _largest(name, prediction, predicted, trials, limit, most):
+    """Returns the `Largest` of one strategy, by trials unless they are None."""
     found = _search(prediction, trials, predicted, limit, most) if trials is not None else predicted
     plan = prediction.plan(found) if found else None
     return Largest(
@@ -206,14 +207,6 @@ def _search(prediction, trial, predicted, limit, most):
     return low
 
 
-class _Nothing:
-    def __enter__(self):
-        return None
-
-    def __exit__(self, *error):
-        pass
-
-
 def _package(model, arguments):
     try:
         return Package(model, arguments)
@@ -231,6 +224,8 @@ def _limit(memory):
 
 
 def _name(strategy):
+    if strategy == "none":
+        return PLAIN
     return strategy if isinstance(strategy, str) else getattr(strategy, "__name__", "callable")
 
 

@@ -1,7 +1,7 @@
 """Training steps in a process of their own, on a device of any size: what runs out of memory there takes nothing with it.
 
-A step that runs out of memory inside XLA frees the variables' buffers on the CPU (TensorFlow 2.21): the process must not go
-on. Here it is the child's process that ends. Models travel as `.keras` files, the rest pickled, in a folder of our own.
+A step that runs out of memory on the CPU (TensorFlow 2.21) frees the variables' buffers under XLA, so that the process must not
+go on, and ends the process in some kernels, oneDNN's convolutions among them. Here it is the child that ends. Models travel as `.keras` files, the rest pickled, in a folder of our own.
 """
 
 import contextlib
@@ -186,7 +186,7 @@ class Child:
         if "error" in answer:
             raise CheckpointError(_cannot(self._package, f"there it raised {answer['error']}"))
         text, status = self._process.errors(), answer["ended"]
-        # XLA and the kernel end a process that finds no memory; only XLA says why.
+        # XLA and some kernels end a process that finds no memory, and so does the operating system, which does not say why.
         if any(word in text for word in _OUT) or status == -signal.SIGKILL:
             return Outcome(OUT_OF_MEMORY)
         last = text.strip().splitlines()[-1:] or ["nothing on stderr"]
@@ -209,8 +209,8 @@ class Child:
 def _environment():
     paths = [os.getcwd() if entry == "" else entry for entry in sys.path]
     environment = {
-        "TF_CPP_MIN_LOG_LEVEL": "2",
         **os.environ,
+        "TF_CPP_MIN_LOG_LEVEL": "1",  # the allocator's warning is all that some kernels say before they end the process
         "PYTHONPATH": os.pathsep.join(paths),
         "KERAS_BACKEND": "tensorflow",
         "TF_CPU_ALLOCATOR_USE_BFC": "true",

@@ -84,7 +84,9 @@ def parser():
     sub.add_argument("--save", metavar="FILE", help="write the plan, for tf_ckpt.Plan.load")
 
     sub = add("compare", "train the plain model and strategies in turns, and show memory, time and loss of each", _compare)
-    sub.add_argument("--strategies", nargs="+", default=["sqrt", "selective"], metavar="S", help="names, or saved plans (.json)")
+    sub.add_argument(
+        "--strategies", nargs="+", default=["sqrt", "selective"], metavar="S", help="names, or saved plans (.json)"
+    )
     sub.add_argument("--data", metavar="MODULE:FUNCTION", help="returns (x, y), or a tf.data.Dataset of batches")
     sub.add_argument("--batch-size", type=_count, metavar="N", help="samples in a step (default: 32)")
     sub.add_argument("--steps", type=_count, default=5, metavar="N", help="measured steps (default: 5)")

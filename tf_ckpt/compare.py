@@ -45,10 +45,11 @@ def compare(
     only. Metrics are left out. Afterwards the weights, seeds, non-trainable variables, optimizer state and metrics of `model`
     are to the bit what they were, also after an error; what it is compiled with is never touched.
 
-    A strategy that runs out of memory is a row that says so. In a graph such a step leaves every buffer as it is, and training
-    goes on from the copies in the host's memory that each turn starts from. Under XLA it does not: there, if the device has a
-    known limit, each contestant trains in a process of its own. On a GPU these take turns as a whole, since together they
-    would not find the memory; the GPU must have memory left for them (`TF_FORCE_GPU_ALLOW_GROWTH=true` here).
+    A strategy that runs out of memory is a row that says so. Under XLA such a step may free buffers that are in use, and on the
+    CPU some kernels end the process. So each contestant trains in a process of its own under XLA on a GPU, and on a CPU whose
+    memory is limited. Elsewhere a step that fails is an error that leaves all buffers as they are, and each turn starts from
+    copies in the host's memory. On a GPU the processes do not take turns step by step, since together they would not find the
+    memory, and there must be some left for them: `TF_FORCE_GPU_ALLOW_GROWTH=true` in the environment of this process.
 
     Args:
         model: A built Functional or Sequential `keras.Model`, compiled unless `loss` is given. It may be replicated by a
@@ -65,8 +66,9 @@ def compare(
         optimizer: A `keras.optimizers.Optimizer` or its name. Defaults to the one that the model is compiled with.
         loss: As `compile` takes it. Defaults to the one that the model is compiled with.
         jit_compile: As `compile` takes it. Defaults to what the model is compiled with.
-        isolate: Whether each contestant trains in a process of its own. Defaults to True under XLA on a device with a known
-            limit, and with `memory`. What a process cannot load, such as classes of a notebook, cannot be isolated.
+        isolate: Whether each contestant trains in a process of its own. Defaults to True where running out of memory could
+            harm this one (see above), and with `memory`. A process cannot load classes of a script or notebook: move these
+            to a module, or give False.
         verbose: `"auto"` or 1 for a progress bar, 0 for none.
 
     Returns:
@@ -100,9 +102,10 @@ def compare(
         probe = Trainee(model, plans[PLAIN], arguments, batches)  # knows what "auto" stands for
         limit = None if memory is None else memory_bytes(_absolute(memory), 0)
         if isolate is None:
-            isolate = limit is not None or (probe.model.jit_compile and device_bytes() is not None)
+            fragile = probe.model.jit_compile or not tf.config.get_visible_devices("GPU")
+            isolate = limit is not None or (fragile and replicas == 1 and device_bytes() is not None)
         elif limit is not None and not isolate:
-            raise CheckpointError("`memory` takes processes of their own. Received: memory={memory!r}, isolate=False")
+            raise CheckpointError(f"`memory` takes processes of their own. Received: memory={memory!r}, isolate=False")
         total = len(plans) * (_WARM_UP + steps)
         bar = keras.utils.Progbar(total, unit_name="step", verbose=0 if verbose == 0 else 1)
         arguments["jit_compile"] = probe.model.jit_compile
@@ -238,7 +241,11 @@ def _named(strategies):
     for entry in strategies:
         strategy, options = entry, {}
         if isinstance(entry, (list, tuple)):
-            if len(entry) != 2 or not isinstance(entry[1], dict) or not set(entry[1]) <= {"memory", "layers", "target", "levels"}:
+            if (
+                len(entry) != 2
+                or not isinstance(entry[1], dict)
+                or not set(entry[1]) <= {"memory", "layers", "target", "levels"}
+            ):
                 raise TypeError(
                     "A pair in `strategies` must be a strategy and a dict with `memory`, `layers`, `target` or `levels`. "
                     f"Received: {entry!r}"

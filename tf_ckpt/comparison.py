@@ -69,7 +69,13 @@ class Comparison:
         mode = "XLA" if self.jit_compile else "no XLA"
         made = Table(title=f"Batch size {self.batch_size}, {self.steps} steps in turns, {mode}", caption=self.note or None)
         made.add_column("Strategy", overflow="fold")
-        for head in ("Peak MiB\npredicted", "Peak MiB\nmeasured", "Step ms\nmedian", "Overhead\npredicted", "Overhead\nmeasured"):
+        for head in (
+            "Peak MiB\npredicted",
+            "Peak MiB\nmeasured",
+            "Step ms\nmedian",
+            "Overhead\npredicted",
+            "Overhead\nmeasured",
+        ):
             made.add_column(head, justify="right")
         made.add_column("Loss", justify="right")
         made.add_column("Equal\nto plain")

@@ -60,7 +60,9 @@ def figure(comparison):
     axes.set_title(title, fontsize="medium", parse_math=False)
     axes.grid(color="0.9")
     axes.set_axisbelow(True)
-    legend = made.legend(loc="outside lower center", fontsize="small", frameon=False, ncols=1 if len(comparison.rows) < 4 else 2)
+    legend = made.legend(
+        loc="outside lower center", fontsize="small", frameon=False, ncols=1 if len(comparison.rows) < 4 else 2
+    )
     for text in legend.get_texts():
         text.set_parse_math(False)
     return made

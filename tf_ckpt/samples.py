@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_ckpt import graph as keras_graph
 from tf_ckpt.errors import CheckpointError
 
 _DEFAULT_BATCH = 32
@@ -72,16 +73,16 @@ def made_up(model, loss, seed=0):
             returns; without a loss there are no targets.
         seed: Integer.
     """
-    random = np.random.default_rng(seed)
-    x = keras.tree.map_structure(lambda spec: _sample(spec.shape, spec.dtype, random, "x"), model.input)
+    random, functional = np.random.default_rng(seed), keras_graph.functional_of(model)
+    x = keras.tree.map_structure(lambda spec: _sample(spec.shape, spec.dtype, random, "x"), functional.input)
     if loss is None:
         return (x,)
-    numbers = iter(range(len(model.outputs)))
+    numbers = iter(range(len(functional.outputs)))
 
     def target(spec):
         kind, number = loss, next(numbers)
         if isinstance(loss, dict):
-            kind = loss.get(model.output_names[number])
+            kind = loss.get(functional.output_names[number])
         elif isinstance(loss, (list, tuple)):
             kind = loss[number]
         name = kind if isinstance(kind, str) else getattr(kind, "__name__", type(kind).__name__)
@@ -89,7 +90,7 @@ def made_up(model, loss, seed=0):
             return _sample(spec.shape[:-1] or (None,), "int32", random, "y")
         return _sample(spec.shape, "float32", random, "y")
 
-    return x, keras.tree.map_structure(target, model.output)
+    return x, keras.tree.map_structure(target, functional.output)
 
 
 def _sample(shape, dtype, random, name):
