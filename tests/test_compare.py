@@ -51,7 +51,7 @@ def everything(model):
         )
     }
     names = ("optimizer", "loss", "train_function", "compiled", "jit_compile", "_compile_metrics", "_loss_tracker", "history")
-    return values, [id(getattr(model, name, None)) for name in names], np.random.get_state()[1].tobytes()
+    return values, [id(getattr(model, name, None)) for name in names], np.random.get_state()[1].tobytes()  # noqa: NPY002
 
 
 def run(script, **environment):

@@ -24,7 +24,7 @@ if _is_command_line():
     _stderr, _nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(_nowhere, 2)
     try:
-        import tensorflow as _
+        import tensorflow as _  # noqa: F401
     finally:
         os.dup2(_stderr, 2)
         os.close(_stderr)

@@ -9,13 +9,13 @@ from tf_ckpt.child import Package
 from tf_ckpt.errors import CheckpointError
 from tf_ckpt.memory import MIB
 from tf_ckpt.planning import make_plan
-from tf_ckpt.samples import batches_of, made_up, repeated, size_of
+from tf_ckpt.samples import batches_of, made_up, repeated
 from tf_ckpt.snapshot import kept, state_variables
 from tf_ckpt.trainee import OUT_OF_MEMORY, TRAINED, training_arguments
 from tf_ckpt.transform import graph_of
 
 PLAIN = "plain"
-_STEPS = 2  # the first one also traces
+_STEPS = 3  # the first one also traces, and the second finds what the first has left
 _TRACED = (2, 32)  # a batch of one broadcasts, so that it says little of others
 
 
@@ -39,7 +39,7 @@ def max_batch_size(
     """Finds the largest batch that a model trains on in some memory, plain and checkpointed.
 
     The answer is predicted first, from the costs of each layer at two batch sizes. Then it is verified: a process of its own,
-    on a device of that memory, trains two steps through `fit`, and the search goes on from what was measured until one batch
+    on a device of that memory, trains three steps through `fit`, and the search goes on from what was measured until one batch
     size trains and the next larger one runs out of memory. `model` is not trained, and not changed.
 
     What a device can hold differs a little from run to run where operations run in parallel: leave some room in practice.
@@ -156,9 +156,7 @@ class _Trials:
         else:
             memory = self._limit if self._simulated else None
             with self._package.start(plan, [repeated(self._sample, batch)], memory) as child:
-                outcome = child.turn(0)
-                for number in range(1, _STEPS):
-                    outcome = child.turn(number) if outcome.status == TRAINED else outcome
+                outcome = child.turn(0, _STEPS)
             trial = Trial(batch, outcome.status, outcome.peak and outcome.peak / MIB)
         self.done.append(trial)
         if self._verbose != 0:
@@ -245,8 +243,8 @@ def _check(model, strategy, most, verify, verbose):
     stated = [tuple(x.shape) for x in model.inputs if len(x.shape) and x.shape[0] is not None]
     if stated:
         raise CheckpointError(
-            f"The model takes one batch size only: give its inputs no batch size. Received: model '{model.name}' with inputs of "
-            f"shape {stated[0]}"
+            "The model takes one batch size only: give its inputs no batch size. "
+            f"Received: model '{model.name}' with inputs of shape {stated[0]}"
         )
     if not keras_graph.compiled_with(model) and not model.trainable_variables:
         raise CheckpointError(f"The model has nothing to train. Received: model '{model.name}'")

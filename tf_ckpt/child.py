@@ -1,7 +1,8 @@
 """Training steps in a process of their own, on a device of any size: what runs out of memory there takes nothing with it.
 
-A step that runs out of memory on the CPU (TensorFlow 2.21) frees the variables' buffers under XLA, so that the process must not
-go on, and ends the process in some kernels, oneDNN's convolutions among them. Here it is the child that ends. Models travel as `.keras` files, the rest pickled, in a folder of our own.
+A step that runs out of memory on the CPU (TensorFlow 2.21) frees the variables' buffers under XLA, so that the process must
+not go on, and ends the process in some kernels, oneDNN's convolutions among them. Here it is the child that ends. Models
+travel as `.keras` files, the rest pickled, in a folder of our own.
 """
 
 import contextlib
@@ -158,7 +159,7 @@ class Child:
         self._package, self._process, self._task = package, process, task
         self._ready, self._last = False, {}
 
-    def turn(self, number):
+    def turn(self, number, steps=1):
         """As `Trainee.turn`."""
         if not self._ready:
             self._process.errors()
@@ -166,7 +167,7 @@ class Child:
             if self._ask().get("status") != "ready":
                 return self._outcome()
             self._ready = True
-        self._ask("turn", number)
+        self._ask("turn", number, steps)
         return self._outcome()
 
     def digest(self):

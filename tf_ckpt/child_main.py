@@ -49,7 +49,7 @@ def main(folder):
 
 
 def train(folder, task, say):
-    """Trains a step for each line `["turn", number]`."""
+    """Trains a step for each line `["turn", number, steps]`."""
     try:
         trainee = load(folder, task)
         say(status="ready")
@@ -59,7 +59,7 @@ def train(folder, task, say):
             if command[0] == "digest":
                 say(digest=snapshot.digest(snapshot.state_variables(trainee.model)))
                 continue
-            outcome = trainee.turn(command[1])
+            outcome = trainee.turn(*command[1:])
             say(outcome=outcome)
             if outcome.status == OUT_OF_MEMORY:
                 break

@@ -11,8 +11,8 @@ from tf_ckpt.cli_model import load_data, load_model, load_strategy
 from tf_ckpt.planning import STRATEGIES
 
 _EPILOG = """\
-MODEL is a saved model, `model.keras`, or `module:function`, where the function takes no arguments and returns a Keras model; the
-module is looked for in this folder, too. Sizes are bytes, or text such as 6GiB or 800MB.
+MODEL is a saved model, `model.keras`, or `module:function`, where the function takes no arguments and returns a Keras model;
+the module is looked for in this folder, too. Sizes are bytes, or text such as 6GiB or 800MB.
 
 Results go to stdout, progress and errors to stderr. The exit status is 2 after an error.
 """
@@ -84,9 +84,7 @@ def parser():
     sub.add_argument("--save", metavar="FILE", help="write the plan, for tf_ckpt.Plan.load")
 
     sub = add("compare", "train the plain model and strategies in turns, and show memory, time and loss of each", _compare)
-    sub.add_argument(
-        "--strategies", nargs="+", default=["sqrt", "selective"], metavar="S", help="names, or saved plans (.json)"
-    )
+    sub.add_argument("--strategies", nargs="+", default=["sqrt", "selective"], metavar="S", help="names, or plans (.json)")
     sub.add_argument("--data", metavar="MODULE:FUNCTION", help="returns (x, y), or a tf.data.Dataset of batches")
     sub.add_argument("--batch-size", type=_count, metavar="N", help="samples in a step (default: 32)")
     sub.add_argument("--steps", type=_count, default=5, metavar="N", help="measured steps (default: 5)")

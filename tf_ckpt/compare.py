@@ -139,8 +139,8 @@ def _together(model, plans, arguments, batches, steps, bar):
             states[name] = snapshot.read(variables)
         elif arguments["jit_compile"]:
             raise CheckpointError(
-                f"'{name}' ran out of memory under XLA, which may have freed buffers that are in use: restart this process, and "
-                f"compare with isolate=True. Received: isolate=False, jit_compile={arguments['jit_compile']!r}"
+                f"'{name}' ran out of memory under XLA, which may have freed buffers that are in use: restart this process, "
+                f"and compare with isolate=True. Received: isolate=False, jit_compile={arguments['jit_compile']!r}"
             )
         return outcome
 

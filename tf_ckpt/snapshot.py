@@ -57,13 +57,13 @@ def kept(variables):
     The copies lie in the host's memory, so that a device that ran out of memory inside takes nothing with it.
     """
     values, generator = read(variables), keras_graph.global_seed_generator()
-    python, numpy = random.getstate(), np.random.get_state()
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         yield
     finally:
         write(variables, values)
         random.setstate(python)
-        np.random.set_state(numpy)
+        np.random.set_state(numpy)  # noqa: NPY002
         keras_graph.set_global_seed_generator(generator)
 
 

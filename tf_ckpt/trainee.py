@@ -42,14 +42,14 @@ class Trainee:
             keras_graph.compile_alone(self.model, **arguments)
         self._watch = _Watch()
 
-    def turn(self, number):
-        """Trains one step on the batch of that number, modulo their count.
+    def turn(self, number, steps=1):
+        """Trains one step, or some, on the batch of that number, modulo their count.
 
         Returns:
-            An `Outcome`: loss, wall-clock seconds of the step, and of the fullest device the bytes held before the step and
-            the most within it.
+            An `Outcome` of the last step: loss, wall-clock seconds, and of the fullest device the bytes held before the
+            step and the most within it.
         """
-        data = self._dataset(self.batches[number % len(self.batches)])
+        data = self._dataset(self.batches[number % len(self.batches)]).repeat(steps)
         try:
             self.model.fit(data, epochs=1, verbose=0, shuffle=False, callbacks=[self._watch])
         except tf.errors.ResourceExhaustedError:
