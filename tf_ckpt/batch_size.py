@@ -3,7 +3,7 @@
 import contextlib
 
 from tf_ckpt import graph as keras_graph
-from tf_ckpt.batch_sizes import BatchSizes, Largest, Trial
+from tf_ckpt.batch_sizes import NO_PLAN, BatchSizes, Largest, Trial
 from tf_ckpt.budgets import MARGIN, device_bytes, memory_bytes
 from tf_ckpt.child import Package
 from tf_ckpt.errors import CheckpointError
@@ -11,7 +11,7 @@ from tf_ckpt.memory import MIB
 from tf_ckpt.planning import make_plan
 from tf_ckpt.samples import batches_of, made_up, repeated
 from tf_ckpt.snapshot import kept, state_variables
-from tf_ckpt.trainee import OUT_OF_MEMORY, TRAINED, training_arguments
+from tf_ckpt.trainee import TRAINED, training_arguments
 from tf_ckpt.transform import graph_of
 
 PLAIN = "plain"
@@ -152,7 +152,7 @@ class _Trials:
         """Returns the `Trial` of a batch size."""
         plan = self._prediction.plan(batch)
         if plan is None:
-            trial = Trial(batch, OUT_OF_MEMORY, None)  # the strategy says so
+            trial = Trial(batch, NO_PLAN, None)
         else:
             memory = self._limit if self._simulated else None
             with self._package.start(plan, [repeated(self._sample, batch)], memory) as child:

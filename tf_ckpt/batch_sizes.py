@@ -5,6 +5,8 @@ import dataclasses
 from tf_ckpt.memory import MIB
 from tf_ckpt.plan import Plan
 
+NO_PLAN = "no plan fits"
+
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
@@ -12,7 +14,7 @@ class Trial:
 
     Attributes:
         batch_size: Integer.
-        status: `"trained"` or `"out of memory"`.
+        status: `"trained"`, `"out of memory"`, or `"no plan fits"` where the strategy finds none, and nothing is trained.
         peak_mib: The most that the device held within the last step, in MiB (2**20 bytes), or None.
     """
 
