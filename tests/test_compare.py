@@ -177,16 +177,15 @@ def test_running_out_of_memory_is_a_row_and_restores_the_rest():
 
 def test_running_out_of_memory_under_xla_happens_elsewhere():
     inputs = x = keras.Input((256,))
-    for _ in range(12):
+    for _ in range(8):
         x = L.Dropout(0.1)(L.Dense(256, activation="gelu")(x))
     model = keras.Model(inputs, L.Dense(1)(x))
     model.compile("sgd", "mse", jit_compile=True)
     x, y = np.ones((2048, 256), "float32"), np.ones((2048, 1), "float32")
     before = snapshot.digest(model.variables)
-    found = compare(model, x, y, ["sqrt"], 1, batch_size=2048, memory="150MiB", verbose=0)
+    found = compare(model, x, y, [], 1, batch_size=2048, memory="60MiB", verbose=0)
     assert (found.isolated, found.jit_compile) == (True, True)
-    assert [row.status for row in found.rows] == ["out of memory", "trained"]
-    assert found.rows[1].peak_mib <= 150
+    assert [row.status for row in found.rows] == ["out of memory"]
     assert snapshot.digest(model.variables) == before
 
 
