@@ -59,7 +59,7 @@ def test_the_largest_batch_trains_and_one_more_runs_out_of_memory(tmp_path, caps
     model = net()
     model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=False)
     before = everything(model)
-    found = max_batch_size(model, memory="12MiB", strategy="sqrt")
+    found = max_batch_size(model, memory="12MiB", strategy="full")  # plans alike for all batch sizes
     assert everything(model) == before
     assert found.verified
     assert found.memory_bytes == 12 * MIB

@@ -40,7 +40,7 @@ def max_batch_size(
 
     The answer is predicted first, from the costs of each layer at two batch sizes. Then it is verified: a process of its own,
     on a device of that memory, trains three steps through `fit`, and the search goes on from what was measured until one batch
-    size trains and the next larger one runs out of memory. `model` is not trained, and not changed.
+    size trains and the next larger one, with the plan for it, runs out of memory. `model` is not trained, and not changed.
 
     What a device can hold differs a little from run to run where operations run in parallel: leave some room in practice.
 
