@@ -42,7 +42,8 @@ def max_batch_size(
     on a device of that memory, trains three steps through `fit`, and the search goes on from what was measured until one batch
     size trains and the next larger one, with the plan for it, runs out of memory. `model` is not trained, and not changed.
 
-    What a device can hold differs a little from run to run where operations run in parallel: leave some room in practice.
+    What a device can hold differs a little from run to run where operations run in parallel, and from process to process with
+    the order in which memory was taken: leave some room in practice.
 
     Args:
         model: A built Functional or Sequential `keras.Model` that takes batches of any size. A model that is not compiled is
