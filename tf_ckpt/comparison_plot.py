@@ -4,7 +4,7 @@ import itertools
 import os
 
 from tf_ckpt.errors import CheckpointError
-from tf_ckpt.plan_file import checked_path
+from tf_ckpt.json_file import checked_path
 from tf_ckpt.trainee import OUT_OF_MEMORY
 
 _MARKERS = "sDo^vP*X<>ph"

@@ -38,7 +38,17 @@ def write(variables, values):
     """Writes back what `read` returned. Each replica gets its own value, where a distributed variable holds several."""
     for variable, parts in zip(variables, values, strict=True):
         for part, value in zip(_parts(variable), parts, strict=True):
-            part.assign(value)
+            part.assign(copied(value, part.device))
+
+
+def copied(value, device="CPU:0"):
+    """Returns an array as a tensor in a device's own memory, where its allocator counts it.
+
+    On the CPU TensorFlow uses the memory of an array as it is if that happens to be aligned to 64 bytes, and a variable that
+    such a tensor is assigned to goes on doing so. What a device held would then differ by chance from run to run.
+    """
+    with tf.device(device):
+        return tf.raw_ops.DeepCopy(x=value) if "CPU" in (device or "CPU") else tf.convert_to_tensor(value)
 
 
 def digest(variables):

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tf_ckpt import graph as keras_graph
-from tf_ckpt import memory
+from tf_ckpt import memory, snapshot
 from tf_ckpt.errors import CheckpointError
 from tf_ckpt.transform import apply
 
@@ -49,15 +49,15 @@ class Trainee:
             An `Outcome` of the last step: loss, wall-clock seconds, and of the fullest device the bytes held before the
             step and the most within it.
         """
-        data = self._dataset(self.batches[number % len(self.batches)]).repeat(steps)
         try:
+            data = self._dataset(self.batches[number % len(self.batches)]).repeat(steps)
             self.model.fit(data, epochs=1, verbose=0, shuffle=False, callbacks=[self._watch])
         except tf.errors.ResourceExhaustedError:
             return Outcome(OUT_OF_MEMORY)
         return self._watch.outcome
 
     def _dataset(self, batch):
-        batch = _tuples(batch)
+        batch = keras.tree.map_structure(snapshot.copied, _tuples(batch))
         if self.model.distribute_strategy.num_replicas_in_sync == 1:
             return tf.data.Dataset.from_tensors(batch)  # holds the batch once
         return tf.data.Dataset.from_tensor_slices(batch).batch(len(keras.tree.flatten(batch)[0]))
