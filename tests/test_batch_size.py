@@ -48,41 +48,45 @@ FIT = """
 """
 
 
-def net(width=256, depth=6):
-    inputs = x = keras.Input((64, width))
+def net(width=256, depth=6, length=64):
+    inputs = x = keras.Input((length, width))
     for _ in range(depth):
         x = L.LayerNormalization()(L.Dense(width, activation="gelu")(x))
     return keras.Model(inputs, L.Dense(2)(x), name="net")
 
 
 def test_the_largest_batch_trains_and_one_more_runs_out_of_memory(tmp_path, capsys):
-    model = net()
+    """To one sample, in the trials and in another process's `fit`, with one operation at a time in both.
+
+    A sample takes 5 MiB here, and 10 in the plain model. The peaks of equal runs differ by up to 0.8 MiB, since the allocator
+    gives away pieces of up to twice the size, and which one a tensor gets depends on what came before. So with small samples
+    the last one is a matter of chance: of 0.16 MiB (`length=4`) in 12 MiB, plain 57 to 59 trained in some runs and not in
+    others; checkpointed 148 trained in `fit`, and 140 in no trial.
+    """
+    model = net(length=256)
     model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=False)
     before = everything(model)
-    found = max_batch_size(model, memory="12MiB", strategy="full")  # plans alike for all batch sizes
+    found = max_batch_size(model, memory="48MiB", strategy="full")  # plans alike for all batch sizes
     assert everything(model) == before
     assert found.verified
-    assert found.memory_bytes == 12 * MIB
+    assert found.memory_bytes == 48 * MIB
     assert found.batch_size > found.plain_batch_size > 1
     told = capsys.readouterr().out
     for row in found.rows:
         tried = {trial.batch_size: trial.status for trial in row.trials}
         assert tried[row.batch_size] == "trained"
         assert tried[row.batch_size + 1] == "out of memory"
-        assert row.peak_mib <= 12
+        assert row.peak_mib <= 48
         assert row.plan.batch_size == row.batch_size
         assert f"batch size {row.batch_size}: trained" in told
     model.save(tmp_path / "model.keras")
     found.plan.save(tmp_path / "plan.json")
     sizes = found.plain_batch_size, found.batch_size
     plan = str(tmp_path / "plan.json")
-    # In a device as small as this, where an allocator's pieces lie depends on what a process did before: the sample at the
-    # edge is the trials' own, and another process agrees on what is a little less and a little more.
-    less, more = [int(0.8 * size) for size in sizes], [int(1.25 * size) + 1 for size in sizes]
-    runs = [("", less[0]), ("", more[0]), (plan, less[1]), (plan, more[1])]
+    runs = [("", sizes[0]), ("", sizes[0] + 1), (plan, sizes[1]), (plan, sizes[1] + 1)]
     environment = {
         **os.environ,
-        "TF_CPU_BFC_MEM_LIMIT_IN_MB": "12",
+        "TF_CPU_BFC_MEM_LIMIT_IN_MB": "48",
         "PYTHONPATH": os.pathsep.join([str(Path(tf_ckpt.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-c", textwrap.dedent(FIT), str(tmp_path / "model.keras"), json.dumps(runs)]

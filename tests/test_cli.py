@@ -40,24 +40,30 @@ def raises():
     raise RuntimeError("two\\nlines")
 """
 
+# Each command as a process, and one that fails.
 GOOD = {
     "plan": "plan model.keras --import cli_models --batch-size 64 --memory 2MiB --plot plan.png --save plan.json",
-    "plan json": "plan cli_models:small --strategy selective --layers d* --json",
     "compare": "compare cli_models:small --data cli_models:data --batch-size 4 --strategies full --steps 1 --plot c.png --json",
     "max-batch": "max-batch cli_models:small --memory 4MiB --strategy full --no-verify --save largest.json --json",
+}
+QUICK = {"missing file": ("plan missing.keras", "There is no such file. Received: 'missing.keras'")}
+# More of both, of which a process takes seconds to import TensorFlow.
+SLOW_GOOD = {
+    "plan json": "plan cli_models:small --strategy selective --layers d* --json",
     "max-batch trained": "max-batch cli_models:small --memory 8GiB --strategy none --most 2",
 }
 BAD = {
-    "missing file": ("plan missing.keras", "There is no such file. Received: 'missing.keras'"),
     "unknown strategy": ("max-batch cli_models:small --memory 1MiB --strategy sqr", "Did you mean 'sqrt'?"),
     "bad memory": ("plan cli_models:small --memory six", "memory='six'"),
     "infeasible": ("plan cli_models:small --memory 100KiB", "No plan fits"),
     "no module": ("plan no_such_module:small", "No module named 'no_such_module'"),
     "no model": ("plan cli_models:nothing", "which returned None"),
-    "own layers": ("compare model.keras", "--import MODULE"),
 }
-# The same in this process, since a process takes seconds to import TensorFlow.
+OWN = {"own layers": ("compare model.keras", "--import MODULE")}  # which this process has imported
+# In this process.
 MORE = {
+    **QUICK,
+    **BAD,
     "no function": ("plan missing", "module:function"),
     "no model in it": ("plan text.keras", "does not load this file as a model"),
     "unknown strategies": ("compare cli_models:small --strategies sqr", "Did you mean 'sqrt'?"),
@@ -78,8 +84,7 @@ def fresh_keras():
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """All commands at once, a few at a time: most of their time is TensorFlow's import."""
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cli")
     (folder / "cli_models.py").write_text(MODULE)
     (folder / "broken.py").write_text("1 / 0")
@@ -89,6 +94,11 @@ def runs(tmp_path_factory):
 
     cli_models.small().save(folder / "model.keras")
     sys.path.remove(str(folder))
+    return folder
+
+
+def processes(folder, good, bad):
+    """Runs commands two at a time, as most of their time is TensorFlow's import, and returns how each ended."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TF_")}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(tf_ckpt.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
 
@@ -96,9 +106,19 @@ def runs(tmp_path_factory):
         command = [sys.executable, "-m", "tf_ckpt", *arguments.split()]
         return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
-    arguments = {**GOOD, **{name: text for name, (text, _) in BAD.items()}}
+    arguments = {**good, **{name: text for name, (text, _) in bad.items()}}
     with ThreadPoolExecutor(2) as pool:
         return folder, dict(zip(arguments, pool.map(run, arguments.values()), strict=True))
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    return processes(folder, GOOD, QUICK)
+
+
+@pytest.fixture(scope="module")
+def slow_runs(folder):
+    return processes(folder, SLOW_GOOD, {**BAD, **OWN})
 
 
 def result(runs, name):
@@ -117,12 +137,13 @@ def test_plan(runs):
     assert (runs[0] / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_plan_as_json(runs):
-    data = json.loads(result(runs, "plan json"))
+@pytest.mark.slow
+def test_plan_as_json(slow_runs):
+    data = json.loads(result(slow_runs, "plan json"))
     assert data["strategy"] == "selective"
     assert data["peak_bytes"] == data["weight_bytes"] + data["optimizer_bytes"] + data["activation_bytes"]
     assert data["segments"][0]["layers"][0].startswith("d")
-    assert "this is no JSON" in runs[1]["plan json"].stderr
+    assert "this is no JSON" in slow_runs[1]["plan json"].stderr
 
 
 def test_compare(runs):
@@ -144,11 +165,12 @@ def test_max_batch(runs):
     assert tf_ckpt.Plan.load(runs[0] / "largest.json").batch_size == data["batch_size"]
 
 
-def test_max_batch_trains(runs):
-    text = result(runs, "max-batch trained")
+@pytest.mark.slow
+def test_max_batch_trains(slow_runs):
+    text = result(slow_runs, "max-batch trained")
     assert "verified by real steps" in text
     assert "2 or more" in text
-    assert "batch size 2: trained" in runs[1]["max-batch trained"].stderr
+    assert "batch size 2: trained" in slow_runs[1]["max-batch trained"].stderr
 
 
 def test_help_explains(capsys):
@@ -162,16 +184,22 @@ def test_help_explains(capsys):
     assert all(word in text for word in ("plan", "compare", "max-batch", "module:function", "exit status is 2"))
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_errors_take_one_line(runs, name):
-    done = runs[1][name]
-    check_error(done.returncode, done.stdout, done.stderr, BAD[name][1])
+def test_an_error_takes_one_line(runs):
+    done = runs[1]["missing file"]
+    check_error(done.returncode, done.stdout, done.stderr, QUICK["missing file"][1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*BAD, *OWN])
+def test_errors_take_one_line(slow_runs, name):
+    done = slow_runs[1][name]
+    check_error(done.returncode, done.stdout, done.stderr, {**BAD, **OWN}[name][1])
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_more_errors_take_one_line(runs, name, capsys, monkeypatch):
-    monkeypatch.chdir(runs[0])
-    monkeypatch.syspath_prepend(str(runs[0]))
+def test_errors_take_one_line_in_this_process(folder, name, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     try:
         status = cli.main(MORE[name][0].split())

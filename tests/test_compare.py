@@ -142,6 +142,7 @@ def test_an_applied_model_a_dataset_and_named_inputs():
     assert with_arrays.rows[0].losses == found.rows[0].losses
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_is_a_row_and_restores_the_rest():
     found = run(
         """
@@ -189,6 +190,7 @@ def test_running_out_of_memory_under_xla_happens_elsewhere():
     assert snapshot.digest(model.variables) == before
 
 
+@pytest.mark.slow
 def test_two_replicas():
     found = run(
         """
