@@ -55,6 +55,7 @@ def net(width=256, depth=6, length=64):
     return keras.Model(inputs, L.Dense(2)(x), name="net")
 
 
+@pytest.mark.slow
 def test_the_largest_batch_trains_and_one_more_runs_out_of_memory(tmp_path, capsys):
     """To one sample, in the trials and in another process's `fit`, with one operation at a time in both.
 

@@ -45,12 +45,12 @@ GOOD = {
     "plan": "plan model.keras --import cli_models --batch-size 64 --memory 2MiB --plot plan.png --save plan.json",
     "compare": "compare cli_models:small --data cli_models:data --batch-size 4 --strategies full --steps 1 --plot c.png --json",
     "max-batch": "max-batch cli_models:small --memory 4MiB --strategy full --no-verify --save largest.json --json",
+    "max-batch trained": "max-batch cli_models:small --memory 8GiB --strategy none --most 2",
 }
 QUICK = {"missing file": ("plan missing.keras", "There is no such file. Received: 'missing.keras'")}
 # More of both, of which a process takes seconds to import TensorFlow.
 SLOW_GOOD = {
     "plan json": "plan cli_models:small --strategy selective --layers d* --json",
-    "max-batch trained": "max-batch cli_models:small --memory 8GiB --strategy none --most 2",
 }
 BAD = {
     "unknown strategy": ("max-batch cli_models:small --memory 1MiB --strategy sqr", "Did you mean 'sqrt'?"),
@@ -165,12 +165,11 @@ def test_max_batch(runs):
     assert tf_ckpt.Plan.load(runs[0] / "largest.json").batch_size == data["batch_size"]
 
 
-@pytest.mark.slow
-def test_max_batch_trains(slow_runs):
-    text = result(slow_runs, "max-batch trained")
+def test_max_batch_trains(runs):
+    text = result(runs, "max-batch trained")
     assert "verified by real steps" in text
     assert "2 or more" in text
-    assert "batch size 2: trained" in slow_runs[1]["max-batch trained"].stderr
+    assert "batch size 2: trained" in runs[1]["max-batch trained"].stderr
 
 
 def test_help_explains(capsys):
