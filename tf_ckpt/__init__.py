@@ -1,6 +1,34 @@
 """Gradient (activation) checkpointing for Keras 3 on TensorFlow: exact, automatic and measured."""
 
 import os
+import sys
+
+
+def _is_command_line():
+    """Whether this process is `tf-ckpt` or `python -m tf_ckpt`, which Python calls "-m" while it looks for the module."""
+    name = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
+    return name.startswith("tf-ckpt") or (name == "-m" and "tf_ckpt" in sys.orig_argv)
+
+
+if _is_command_line():
+    # Results without TensorFlow's start-up notes; memory that is counted on a CPU, too; a GPU that is shared with the processes
+    # that measure. TensorFlow reads these when it is imported, which is below.
+    for _name, _value in (
+        ("KERAS_BACKEND", "tensorflow"),
+        ("TF_CPP_MIN_LOG_LEVEL", "3"),
+        ("TF_CPU_ALLOCATOR_USE_BFC", "true"),
+        ("TF_FORCE_GPU_ALLOW_GROWTH", "true"),
+    ):
+        os.environ.setdefault(_name, _value)
+    # What TensorFlow's C++ writes before its logging is set up, no variable turns off. An error is an exception.
+    _stderr, _nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(_nowhere, 2)
+    try:
+        import tensorflow as _  # noqa: F401
+    finally:
+        os.dup2(_stderr, 2)
+        os.close(_stderr)
+        os.close(_nowhere)
 
 # In a checkout that is not installed, `layers` and `callbacks` lie beside this folder, not in it.
 _root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -16,7 +44,9 @@ if _keras.backend.backend() != "tensorflow":
     )
 
 from tf_ckpt import callbacks, layers, strategies  # noqa: E402
+from tf_ckpt.batch_size import max_batch_size  # noqa: E402
 from tf_ckpt.calibration import Calibration  # noqa: E402
+from tf_ckpt.compare import compare  # noqa: E402
 from tf_ckpt.errors import CheckpointError, CheckpointWarning  # noqa: E402
 from tf_ckpt.layers import Recompute  # noqa: E402
 from tf_ckpt.measuring import calibrate  # noqa: E402
@@ -35,9 +65,11 @@ __all__ = [
     "apply",
     "calibrate",
     "callbacks",
+    "compare",
     "disabled",
     "is_recomputing",
     "layers",
+    "max_batch_size",
     "plan",
     "plan_of",
     "recompute",

@@ -365,6 +365,31 @@ def _twin(model):
     return twin
 
 
+def compiled_with(model):
+    """Returns the arguments that a model was compiled with, as a dict of the very objects, or None."""
+    config = getattr(model, "_compile_config", None)
+    return dict(config.config) if getattr(model, "compiled", False) and config is not None else None
+
+
+def compile_alone(twin, **arguments):
+    """Compiles a copy of a model as Keras does, whatever `compile` its class has, and leaves the model's metrics alone.
+
+    What a `compile` of the class's own has set up, the copy has already.
+    """
+    twin.__dict__["_compile_metrics"] = None
+    keras.Model.compile(twin, **arguments)
+
+
+def global_seed_generator():
+    """Returns the `SeedGenerator` that random operations without a seed share, or None while there is none."""
+    return global_state.get_global_attribute("global_seed_generator")
+
+
+def set_global_seed_generator(generator):
+    """Puts back what `global_seed_generator` returned."""
+    global_state.set_global_attribute("global_seed_generator", generator)
+
+
 def sublayers(layer):
     """Returns a layer and all layers inside it, or nothing for a bare operation."""
     return list(layer._flatten_layers()) if isinstance(layer, keras.Layer) else []

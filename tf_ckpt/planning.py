@@ -27,7 +27,7 @@ _LOST, _LOST_OF_LARGEST, _MOST_LOST = 0.04, 1.6, 0.25  # as in a plan, but a bud
 _GOES_WITH = {"layers": "selective", "target": "selective", "memory": "budget", "levels": "recursive"}
 
 
-def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=False, device=None, **options):
+def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=False, device=None, between=None, **options):
     """Returns the `Plan` for a model.
 
     Args:
@@ -38,6 +38,7 @@ def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=
         optimizer: See `tf_ckpt.plan`.
         curve: Whether the plan shall hold the trade-off curve.
         device: See `tf_ckpt.apply`.
+        between: See `Stages.chain`.
         **options: `layers`, `target`, `memory` and `levels`: see `tf_ckpt.apply`.
     """
     _check(strategy, batch_size, options)
@@ -51,7 +52,7 @@ def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=
         batch_size = stated or _DEFAULT_BATCH
     chosen = None if options.get("layers") is None else _chosen(stages, options["layers"])
     fixed = {"weight_bytes": variable_bytes(model.weights), "optimizer_bytes": optimizer_bytes(model, optimizer)}
-    chain = stages.chain(int(batch_size), device, gradients_wait(model, optimizer))
+    chain = stages.chain(int(batch_size), device, gradients_wait(model, optimizer), between)
     if callable(strategy):
         made, name = strategy(chain), getattr(strategy, "__name__", "callable")
         if isinstance(made, Plan):

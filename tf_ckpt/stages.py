@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from tf_ckpt import graph as keras_graph
-from tf_ckpt.costs import by_size, node_cost, tensor_bytes
+from tf_ckpt.costs import by_size, node_cost, node_cost_between, tensor_bytes
 from tf_ckpt.errors import CheckpointWarning
 from tf_ckpt.layers.recompute import Recompute
 from tf_ckpt.strategies.chain import Chain, Tensor
@@ -68,18 +68,26 @@ class Stages:
                 reach[stage] = reach[stage].union(own, *(reach[s] for s in uses))
         return reach
 
-    def chain(self, batch_size, device=None, gradients_wait=True):
+    def chain(self, batch_size, device=None, gradients_wait=True, between=None):
         """Returns the `Chain` for a batch size, from a trace of each kind of call.
 
         Args:
             batch_size: Integer.
             device: A `Calibration` that turns FLOPs into time, or None.
+            between: Optional pair (least, largest) of batch sizes. Calls are then traced for these two and serve all batch
+                sizes from the one to the other: see `costs.node_cost_between`.
         """
         cache = {}
+
+        def cost_of(node, wanted):
+            if between is None:
+                return node_cost(node, batch_size, cache, wanted)
+            return node_cost_between(node, batch_size, *between, cache, wanted)
+
         # A `tf.function` would keep the trace that is made here, side effects left out and all.
         hidden = [keras_graph.compiled_call(node.operation) for node in self.nodes]
         costs = [
-            by_size(node, batch_size) if compiled else node_cost(node, batch_size, cache, wanted)
+            by_size(node, batch_size) if compiled else cost_of(node, wanted)
             for node, compiled, wanted in zip(self.nodes, hidden, self._differentiated(), strict=True)
         ]
         n, tensors = len(self.nodes), []

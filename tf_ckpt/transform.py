@@ -52,7 +52,7 @@ def plan(
     """
     options = {"memory": memory, "layers": layers, "target": target, "levels": levels}
     options |= {"batch_size": batch_size, "optimizer": optimizer, "device": device}
-    return make_plan(_graph_of(model), model, strategy, curve=True, **options)
+    return make_plan(graph_of(model), model, strategy, curve=True, **options)
 
 
 def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, target=None, levels=None, device=None):
@@ -105,7 +105,7 @@ def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, 
     model.fit(x, y)
     ```
     """
-    level = _graph_of(model)
+    level = graph_of(model)
     options = {"memory": memory, "layers": layers, "target": target, "levels": levels}
     made = make_plan(level, model, strategy, batch_size=batch_size, device=device, **options)
     plain = remove(model)
@@ -183,7 +183,8 @@ def had_plan(model):
     return model in _plans and bool(_plans[model][0].segments)
 
 
-def _graph_of(model):
+def graph_of(model):
+    """Returns the `graph.Level` of a model, or raises the error that says why there is none."""
     if not isinstance(model, keras.Model):
         hint = " For a single layer use `tf_ckpt.Recompute`." if isinstance(model, keras.Layer) else ""
         raise TypeError(f"`model` must be a `keras.Model`.{hint} Received: model={model!r} of type {type(model).__name__}")

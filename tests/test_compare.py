@@ -1,0 +1,304 @@
+"""`compare` trains in turns and leaves everything as it was; what runs out of memory is a row."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from cases import Counter, numbers
+
+import tf_ckpt
+from tf_ckpt import CheckpointError, snapshot
+from tf_ckpt.compare import compare
+
+L = keras.layers
+MIB = 2**20
+
+
+def net(width=16, depth=3):
+    inputs = x = keras.Input((width,))
+    for number in range(depth):
+        x = L.Dense(width, activation="gelu", name=f"dense{number}")(x)
+        x = L.Dropout(0.3)(L.BatchNormalization()(x))
+    x = Counter(name="counter")(x)
+    return keras.Model(inputs, L.Dense(2, name="head")(x))
+
+
+def data(rows=48, width=16):
+    return np.asarray(numbers(rows, width)), np.asarray(numbers(rows, 2))
+
+
+def trained(**compiled):
+    model = net()
+    model.compile("adam", "mse", metrics=["mae"], **compiled)
+    x, y = data()
+    model.fit(x, y, batch_size=16, verbose=0, shuffle=False)
+    return model, x, y
+
+
+def everything(model):
+    """All that a user could see change: each variable, by name, and what the model is compiled with."""
+    values = {
+        f"{i} {v.path}": [part.tobytes() for part in parts]
+        for (i, v), parts in zip(
+            enumerate(snapshot.state_variables(model)), snapshot.read(snapshot.state_variables(model)), strict=True
+        )
+    }
+    names = ("optimizer", "loss", "train_function", "compiled", "jit_compile", "_compile_metrics", "_loss_tracker", "history")
+    return values, [id(getattr(model, name, None)) for name in names], np.random.get_state()[1].tobytes()  # noqa: NPY002
+
+
+def run(script, **environment):
+    """Runs a script in a process of its own and returns what its last line says."""
+    paths = [str(Path(__file__).parent), str(Path(tf_ckpt.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_rows_are_equal_to_plain_and_nothing_changes():
+    model, x, y = trained()
+    before = everything(model)
+    plan = tf_ckpt.plan(model, "full", batch_size=16)
+    strategies = [plan, ("selective", {"target": 0.6}), lambda chain: [(0, 3)]]
+    found = compare(model, x, y, strategies, 2, batch_size=16, verbose=0)
+    assert everything(model) == before
+    assert [row.strategy for row in found.rows] == ["plain", "full", "selective (target=0.6)", "<lambda>"]
+    assert found.batch_size == 16
+    assert (found.steps, found.jit_compile, found.isolated, found.note) == (2, False, False, "")
+    plain = found.rows[0]
+    assert (plain.overhead, plain.predicted_overhead) == (0.0, 0.0)
+    for row in found.rows:
+        assert row.status == "trained"
+        assert row.equal is True, row.strategy
+        assert len(row.losses) == 4
+        assert row.losses == plain.losses
+        assert row.loss == row.losses[-1]
+        assert row.step_time_ms > 0
+        assert row.peak_mib > row.baseline_mib > 0
+    # The losses are those of `fit`, from the very state that the model has.
+    values = snapshot.read(snapshot.state_variables(model))
+    history = model.fit(x[:16], y[:16], batch_size=16, verbose=0, shuffle=False)
+    assert history.history["loss"] == [plain.losses[0]]
+    snapshot.write(snapshot.state_variables(model), values)
+    # And processes of their own train the same.
+    apart = compare(model, x, y, [plan], 1, batch_size=16, isolate=True, verbose=0)
+    assert apart.isolated
+    assert [row.losses for row in apart.rows] == [plain.losses[:3]] * 2
+    assert [row.equal for row in apart.rows] == [True, True]
+    assert json.loads(json.dumps(found.to_dict()))["rows"][1]["strategy"] == "full"
+    assert "selective (target=0.6)" in str(found)
+
+
+def test_peaks_are_those_of_the_step():
+    inputs = x = keras.Input((256,))
+    for _ in range(8):
+        x = L.Dense(256, activation="gelu")(x)
+    model = keras.Model(inputs, L.Dense(1)(x))
+    values = np.ones((2048, 256), "float32"), np.ones((2048, 1), "float32")
+    found = compare(model, *values, ["sqrt"], 2, batch_size=2048, loss="mse", optimizer="sgd", verbose=0)
+    plain, ours = found.rows
+    for row in found.rows:
+        assert 0.8 < (row.peak_mib - row.baseline_mib) / (row.predicted_peak_mib - 2) < 1.3
+    assert ours.peak_mib - ours.baseline_mib < 0.6 * (plain.peak_mib - plain.baseline_mib)
+    assert not model.compiled
+
+
+def test_an_exception_in_training_leaves_everything_as_it_was():
+    model, x, _ = trained()
+    before = everything(model)
+    with pytest.raises(Exception, match=r"(?i)shape|dimension"):
+        compare(model, x, np.zeros((len(x), 5, 7), "float32"), ["sqrt"], 2, batch_size=16, verbose=0)
+    assert everything(model) == before
+
+    def strategy(chain):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        compare(model, *data(), [strategy], 2, verbose=0)
+    assert everything(model) == before
+
+
+def test_an_applied_model_a_dataset_and_named_inputs():
+    a, b = keras.Input((8,), name="a"), keras.Input((8,), name="b")
+    x = L.Dense(8, activation="gelu")(L.Add()([L.Dense(8)(a), L.Dense(8)(b)]))
+    model = tf_ckpt.apply(keras.Model({"a": a, "b": b}, {"p": L.Dense(1, name="p")(x), "q": L.Dense(3, name="q")(x)}), "full")
+    model.compile("sgd", {"p": "mse", "q": keras.losses.SparseCategoricalCrossentropy(from_logits=True)})
+    elements = {"a": np.ones((12, 8), "float32"), "b": np.asarray(numbers(12, 8))}
+    targets = {"p": np.ones((12, 1), "float32"), "q": np.arange(12) % 3}
+    dataset = tf.data.Dataset.from_tensor_slices((elements, targets)).batch(8)
+    found = compare(model, dataset, strategies=["full"], steps=1, verbose=0)
+    assert found.batch_size == 8  # the last batch is smaller, and left out
+    assert [row.equal for row in found.rows] == [True, True]
+    with_arrays = compare(model, elements, targets, ["full"], 1, batch_size=8, verbose=0)
+    assert with_arrays.rows[0].losses == found.rows[0].losses
+
+
+@pytest.mark.slow
+def test_running_out_of_memory_is_a_row_and_restores_the_rest():
+    found = run(
+        """
+        import json, keras, numpy as np, tf_ckpt
+        from tf_ckpt import snapshot
+        keras.utils.set_random_seed(1)
+        inputs = x = keras.Input((256,))
+        for _ in range(12):
+            x = keras.layers.Dropout(0.1)(keras.layers.Dense(256, activation="gelu")(x))
+        model = keras.Model(inputs, keras.layers.Dense(1)(x))
+        model.compile("adam", "mse")
+        x, y = np.ones((2048, 256), "float32"), np.ones((2048, 1), "float32")
+        model.fit(x[:8], y[:8], verbose=0)
+        variables = snapshot.state_variables(model)
+        before = snapshot.digest(variables)
+        found = tf_ckpt.compare(model, x, y, ["sqrt"], 1, batch_size=2048, isolate=False, verbose=0)
+        same = before == snapshot.digest(variables)
+        model.fit(x[:8], y[:8], verbose=0)
+        print(json.dumps([same, str(found), found.to_dict()]))
+        """,
+        TF_CPU_BFC_MEM_LIMIT_IN_MB="72",
+    )
+    same, text, found = found
+    assert same
+    plain, ours = found["rows"]
+    assert plain["status"] == "out of memory"
+    assert (plain["peak_mib"], plain["loss"], plain["equal"]) == (None, None, None)
+    assert ours["status"] == "trained"
+    assert ours["peak_mib"] <= 72
+    assert ours["equal"] is None  # there is nothing to compare with
+    assert "out of memory" in text
+
+
+def test_running_out_of_memory_under_xla_happens_elsewhere():
+    inputs = x = keras.Input((256,))
+    for _ in range(8):
+        x = L.Dropout(0.1)(L.Dense(256, activation="gelu")(x))
+    model = keras.Model(inputs, L.Dense(1)(x))
+    model.compile("sgd", "mse", jit_compile=True)
+    x, y = np.ones((2048, 256), "float32"), np.ones((2048, 1), "float32")
+    before = snapshot.digest(model.variables)
+    found = compare(model, x, y, [], 1, batch_size=2048, memory="60MiB", verbose=0)
+    assert (found.isolated, found.jit_compile) == (True, True)
+    assert [row.status for row in found.rows] == ["out of memory"]
+    assert snapshot.digest(model.variables) == before
+
+
+@pytest.mark.slow
+def test_two_replicas():
+    found = run(
+        """
+        import json, keras, numpy as np, tensorflow as tf, tf_ckpt
+        from tf_ckpt import snapshot
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+        tf.config.threading.set_inter_op_parallelism_threads(1)
+        keras.utils.set_random_seed(1)
+        with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+            inputs = x = keras.Input((16,))
+            for _ in range(6):
+                x = keras.layers.BatchNormalization()(keras.layers.Dense(16, activation="gelu")(x))
+            model = keras.Model(inputs, keras.layers.Dense(1)(x))
+            model.compile("adam", "mse")
+        x, y = np.random.normal(size=(32, 16)).astype("float32"), np.ones((32, 1), "float32")
+        model.fit(x, y, batch_size=16, verbose=0)
+        before = snapshot.digest(snapshot.state_variables(model))
+        found = tf_ckpt.compare(model, x, y, ["full"], 1, batch_size=16, verbose=0)
+        same = before == snapshot.digest(snapshot.state_variables(model))
+        try:
+            tf_ckpt.compare(model, x, y, ["full"], 1, isolate=True, verbose=0)
+        except tf_ckpt.CheckpointError as error:
+            print(json.dumps([same, str(error), found.to_dict()]))
+        """
+    )
+    same, error, found = found
+    assert same
+    assert "MirroredStrategy" in error
+    plain, ours = found["rows"]
+    assert plain["status"] == ours["status"] == "trained"
+    assert ours["losses"] == plain["losses"]
+    assert ours["equal"] is True
+
+
+def local_model():
+    class Mine(L.Dense):
+        pass
+
+    return keras.Sequential([keras.Input((16,)), Mine(8), L.Dense(2)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"strategies": ["sqr"]}, CheckpointError, "strategy='sqr'"),
+        ({"strategies": "sqrt"}, TypeError, "strategies='sqrt'"),
+        ({"strategies": [("sqrt", 3)]}, TypeError, r"\('sqrt', 3\)"),
+        ({"strategies": [("sqrt", {"batch_size": 3})]}, TypeError, "batch_size"),
+        ({"strategies": [("budget", {"memory": 1})]}, CheckpointError, "No plan fits"),
+        ({"steps": 0}, CheckpointError, "steps=0"),
+        ({"steps": 1.5}, TypeError, "steps=1.5"),
+        ({"batch_size": 999}, CheckpointError, "only 48 samples.*batch_size=999"),
+        ({"memory": "six"}, CheckpointError, "memory='six'"),
+        ({"memory": 0.5}, CheckpointError, "memory=0.5"),
+        ({"memory": "1GiB", "isolate": False}, CheckpointError, "isolate=False"),
+        ({"optimizer": 3}, (TypeError, ValueError), "3"),
+        ({"loss": None}, CheckpointError, "is not compiled"),
+        ({"verbose": 7}, CheckpointError, "verbose=7"),
+        ({"x": iter([1])}, TypeError, "`x` must be arrays"),
+        ({"y": np.zeros((3, 2))}, CheckpointError, "same number of samples"),
+        ({"model": local_model, "isolate": True}, CheckpointError, r"class local_model.<locals>.Mine is defined in a function"),
+        ({"model": lambda: L.Dense(2)}, TypeError, "must be a `keras.Model`"),
+    ],
+)
+def test_bad_input_is_quoted(arguments, error, message):
+    x, y = data()
+    arguments = {"model": net, "x": x, "y": y, "strategies": ["sqrt"], "loss": "mse", "steps": 1, "verbose": 0, **arguments}
+    with pytest.raises(error, match=message):
+        compare(arguments.pop("model")(), **arguments)
+
+
+def texts(made):
+    """The boxes of all texts in a figure that are not empty."""
+    import matplotlib.text
+
+    renderer = made.canvas.get_renderer()
+    made.draw(renderer)
+    found = [t for t in made.findobj(matplotlib.text.Text) if t.get_text().strip() and t.get_visible()]
+    return {t.get_text(): t.get_window_extent(renderer) for t in found}
+
+
+def test_the_plot_has_units_and_no_text_on_another(tmp_path):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from tf_ckpt.comparison import Comparison, Row
+    from tf_ckpt.comparison_plot import figure
+
+    rows = [
+        Row("plain", "out of memory", 900.0, 0.0),
+        Row("sqrt", "trained", 300.0, 0.3, 310.0, 40.0, 120.0, None, 1.0),
+        Row("selective (target=0.3, $x$)", "trained", 500.0, 0.1, 480.0, 40.0, 110.0, None, 1.0),
+        Row("recursive", "trained", 200.0, 0.6, None, None, 210.0, None, 1.0),
+    ]
+    found = Comparison(tuple(rows), 8, 3, False, False)
+    made = figure(found)
+    FigureCanvasAgg(made)
+    boxes = texts(made)
+    assert "Time of a step (ms, median)" in boxes
+    assert "Peak memory (MiB)" in boxes
+    assert "plain: out of memory, 900 MiB predicted" in boxes
+    names = list(boxes)
+    for number, name in enumerate(names):
+        for other in names[number + 1 :]:
+            assert not boxes[name].overlaps(boxes[other]), (name, other)
+    found.plot(tmp_path / "compare.png")
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(CheckpointError, match="matplotlib draws"):
+        found.plot(tmp_path / "compare.doc")
+    assert "out of memory" in str(found)
+    assert "no statistics" in str(found)

@@ -1,0 +1,251 @@
+"""`max_batch_size`: the largest batch that fits, predicted from two traces and proved by real steps."""
+
+import contextlib
+
+from tf_ckpt import graph as keras_graph
+from tf_ckpt.batch_sizes import NO_PLAN, BatchSizes, Largest, Trial
+from tf_ckpt.budgets import MARGIN, device_bytes, memory_bytes
+from tf_ckpt.child import Package
+from tf_ckpt.errors import CheckpointError
+from tf_ckpt.memory import MIB
+from tf_ckpt.planning import make_plan
+from tf_ckpt.samples import batches_of, made_up, repeated
+from tf_ckpt.snapshot import kept, state_variables
+from tf_ckpt.trainee import TRAINED, training_arguments
+from tf_ckpt.transform import graph_of
+
+PLAIN = "plain"
+_STEPS = 3  # the first one also traces, and the second finds what the first has left
+_TRACED = (2, 32)  # a batch of one broadcasts, so that it says little of others
+
+
+def max_batch_size(
+    model,
+    memory=None,
+    strategy="sqrt",
+    *,
+    x=None,
+    y=None,
+    layers=None,
+    target=None,
+    levels=None,
+    optimizer=None,
+    loss=None,
+    jit_compile=None,
+    most=4096,
+    verify=True,
+    verbose="auto",
+):
+    """Finds the largest batch that a model trains on in some memory, plain and checkpointed.
+
+    The answer is predicted first, from the costs of each layer at two batch sizes. Then it is verified: a process of its own,
+    on a device of that memory, trains three steps through `fit`, and the search goes on from what was measured until one batch
+    size trains and the next larger one, with the plan for it, runs out of memory. `model` is not trained, and not changed.
+
+    What a device can hold differs a little from run to run where operations run in parallel, and from process to process with
+    the order in which memory was taken: leave some room in practice.
+
+    Args:
+        model: A built Functional or Sequential `keras.Model` that takes batches of any size. A model that is not compiled is
+            trained with Adam on the mean squared error.
+        memory: Bytes as an integer, or a string such as `"6GiB"`. Defaults to the memory of the device, where it reports
+            one. On the CPU a device of that size is simulated.
+        strategy: As `apply` takes it, but no `Plan`, which is for one batch size. With `"budget"`, `memory` is the budget.
+        x: Optional array or nested arrays of one sample or more, which are repeated. Made up by default, with zeros for
+            integers, where the model states all sizes but the batch's.
+        y: Optional targets to `x`.
+        layers: See `apply`.
+        target: See `apply`.
+        levels: See `apply`.
+        optimizer: A `keras.optimizers.Optimizer` or its name. Defaults to the one that the model is compiled with.
+        loss: As `compile` takes it. Defaults to the one that the model is compiled with.
+        jit_compile: As `compile` takes it. Defaults to what the model is compiled with.
+        most: Integer, the largest batch size that is tried.
+        verify: Whether to train. Without, the answer is a prediction, `verified` is False, and the table says so.
+        verbose: `"auto"` or 1 to tell of each trial, 0 for silence.
+
+    Returns:
+        A `BatchSizes`: `batch_size`, `plain_batch_size`, the `plan` for `apply`, `table()`, and all trials in `rows`.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        CheckpointError: If an argument or the model cannot be used, no memory is known, or another process cannot load the
+            model: `verify=False` then predicts all the same.
+
+    Example:
+
+    ```python
+    found = tf_ckpt.max_batch_size(model, memory="6GiB", strategy="sqrt")
+    print(found)
+    model = tf_ckpt.apply(model, found.plan)
+    ```
+    """
+    level = graph_of(model)
+    _check(model, strategy, most, verify, verbose)
+    options = {"layers": layers, "target": target, "levels": levels}
+    simulated, limit = memory is not None, _limit(memory)
+    with kept(state_variables(model)):
+        arguments = training_arguments(model, optimizer, loss, jit_compile, default_loss="mse")
+        sample = made_up(model, arguments.get("loss")) if x is None else batches_of(x, y, None, 1)[0]
+        rows, budget = [], limit if simulated else int((1 - MARGIN) * limit)
+        goal = {"memory": budget} if strategy == "budget" else {}
+        predictions = {
+            PLAIN: _Prediction(level, model, "none", arguments["optimizer"], most, {}),
+            _name(strategy): _Prediction(level, model, strategy, arguments["optimizer"], most, {**options, **goal}),
+        }
+        predicted = {name: prediction.largest(budget) for name, prediction in predictions.items()}  # before any trial
+        with _package(model, arguments) if verify else contextlib.nullcontext() as package:
+            for name, prediction in predictions.items():
+                trials = _Trials(package, prediction, sample, limit, simulated, verbose, name) if verify else None
+                rows.append(_largest(name, prediction, predicted[name], trials, limit, most))
+    return BatchSizes(rows=tuple(rows), memory_bytes=limit, verified=verify, most=most)
+
+
+class _Prediction:
+    """Plans for many batch sizes, from traces for a few."""
+
+    def __init__(self, level, model, strategy, optimizer, most, options):
+        self._make = lambda batch, between: make_plan(
+            level, model, strategy, batch_size=batch, optimizer=optimizer, between=between, **options
+        )
+        self._most, self._high, self._plans = most, min(_TRACED[1], most), {}
+
+    def plan(self, batch):
+        """Returns the plan for a batch size, or None if the strategy finds none that fits."""
+        if batch not in self._plans:
+            while batch > self._high:
+                self._high = min(8 * self._high, max(self._most, batch))
+            between = (_TRACED[0], self._high) if _TRACED[0] <= batch else None
+            try:
+                self._plans[batch] = self._make(batch, between)
+            except CheckpointError as error:
+                if "No plan fits" not in str(error):
+                    raise
+                self._plans[batch] = None
+        return self._plans[batch]
+
+    def largest(self, limit, scale=1.0):
+        """Returns the largest batch size whose predicted peak fits, if all but weights and slots is `scale` times as large."""
+
+        def fits(batch):
+            plan = self.plan(batch)
+            return plan is not None and plan.weight_bytes + plan.optimizer_bytes + scale * plan.activation_bytes <= limit
+
+        low, high = 0, 1
+        while high <= self._most and fits(high):
+            low, high = high, 2 * high
+        high = min(high, self._most + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+
+class _Trials:
+    """Real steps in processes of their own, each batch size once."""
+
+    def __init__(self, package, prediction, sample, limit, simulated, verbose, name):
+        self._package, self._prediction, self._sample = package, prediction, sample
+        self._limit, self._simulated, self._verbose, self._name = limit, simulated, verbose, name
+        self.done = []
+
+    def __call__(self, batch):
+        """Returns the `Trial` of a batch size."""
+        plan = self._prediction.plan(batch)
+        if plan is None:
+            trial = Trial(batch, NO_PLAN, None)
+        else:
+            memory = self._limit if self._simulated else None
+            with self._package.start(plan, [repeated(self._sample, batch)], memory) as child:
+                outcome = child.turn(0, _STEPS)
+            trial = Trial(batch, outcome.status, outcome.peak and outcome.peak / MIB)
+        self.done.append(trial)
+        if self._verbose != 0:
+            peak = "" if trial.peak_mib is None else f", peak {trial.peak_mib:,.1f} MiB"
+            print(f"{self._name}, batch size {batch}: {trial.status}{peak}")
+        return trial
+
+
+def _largest(name, prediction, predicted, trials, limit, most):
+    """Returns the `Largest` of one strategy, by trials unless they are None."""
+    found = _search(prediction, trials, predicted, limit, most) if trials is not None else predicted
+    plan = prediction.plan(found) if found else None
+    return Largest(
+        strategy=name,
+        batch_size=found,
+        predicted_batch_size=predicted,
+        predicted_peak_mib=None if plan is None else plan.peak_bytes / MIB,
+        peak_mib=next((t.peak_mib for t in trials.done if t.batch_size == found), None) if trials is not None else None,
+        trials=tuple(trials.done) if trials is not None else (),
+        plan=plan,
+    )
+
+
+def _search(prediction, trial, predicted, limit, most):
+    """Returns the largest batch size that trains where one more does not (or is more than `most`).
+
+    A trial that fits takes as long as its steps, one that does not ten seconds more, in which TensorFlow's allocator waits for
+    memory to be freed. So the search comes from below.
+    """
+    low, high, guess = 0, most + 1, max(1, min(round(0.8 * predicted), most))
+    step, measured = max(1, predicted // 64), False
+    while high - low > 1:
+        done = trial(guess)
+        low, high = (guess, high) if done.status == TRAINED else (low, guess)
+        if done.status == TRAINED and done.peak_mib is not None and not measured:
+            # Once what the allocator really takes is known, the prediction is right to some percent.
+            plan, measured = prediction.plan(guess), True
+            fixed = plan.weight_bytes + plan.optimizer_bytes
+            scale = max(done.peak_mib * MIB - fixed, 1) / max(plan.activation_bytes, 1)
+            guess = prediction.largest(limit, scale)
+        elif high > most:
+            guess, step = low + step, 2 * step
+        else:
+            guess = low + max(1, (high - low) // 3) if low else high // 2
+        guess = min(max(guess, low + 1), high - 1)
+    return low
+
+
+def _package(model, arguments):
+    try:
+        return Package(model, arguments)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} `max_batch_size(..., verify=False)` predicts without a trial.") from error
+
+
+def _limit(memory):
+    if memory is not None:
+        if isinstance(memory, float) and 0 < memory < 1:
+            raise CheckpointError(f"`memory` must be a size here, not a share. Received: memory={memory!r}")
+        return memory_bytes(memory, 0)
+    limit = device_bytes()
+    return limit if limit is not None else memory_bytes(None, 0)  # whose error says what to do
+
+
+def _name(strategy):
+    if strategy == "none":
+        return PLAIN
+    return strategy if isinstance(strategy, str) else getattr(strategy, "__name__", "callable")
+
+
+def _check(model, strategy, most, verify, verbose):
+    if not (isinstance(strategy, str) or callable(strategy)):
+        raise TypeError(
+            f"`strategy` must be a name or a callable: a plan is for one batch size. Received: strategy={strategy!r}"
+        )
+    if not isinstance(most, int) or isinstance(most, bool):
+        raise TypeError(f"`most` must be an integer. Received: most={most!r}")
+    if most < 1:
+        raise CheckpointError(f"`most` must be at least 1. Received: most={most!r}")
+    if not isinstance(verify, bool):
+        raise TypeError(f"`verify` must be True or False. Received: verify={verify!r}")
+    if verbose not in ("auto", 0, 1):
+        raise CheckpointError(f'`verbose` must be "auto", 0 or 1. Received: verbose={verbose!r}')
+    stated = [tuple(x.shape) for x in model.inputs if len(x.shape) and x.shape[0] is not None]
+    if stated:
+        raise CheckpointError(
+            "The model takes one batch size only: give its inputs no batch size. "
+            f"Received: model '{model.name}' with inputs of shape {stated[0]}"
+        )
+    if not keras_graph.compiled_with(model) and not model.trainable_variables:
+        raise CheckpointError(f"The model has nothing to train. Received: model '{model.name}'")
