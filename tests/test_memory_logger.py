@@ -122,7 +122,8 @@ def test_figures_hold_what_the_model_needs():
     for peak, baseline in zip(history["peak_memory_mib"], history["baseline_memory_mib"], strict=True):
         assert baseline * MIB >= held
         assert (peak - baseline) * MIB >= activations
-        assert peak * MIB < 8 * (held + activations) + 64 * MIB
+        # What other tests in this process have left is in both.
+        assert (peak - baseline) * MIB < 8 * (held + activations)
 
 
 def test_peak_grows_with_the_batch_and_comes_down_again():
