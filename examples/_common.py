@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tf_ckpt
+from tf_ckpt import tf_internals
 
 PLAIN, CHECKPOINTED = "plain", "checkpointed"
 OUT_OF_MEMORY = "out of memory"
@@ -98,6 +99,8 @@ def train(arguments, make_model, make_dataset):
     # Two runs of the very same plain model may differ in the last bits: TensorFlow adds gradients of three terms up in
     # the order in which operations that run in parallel let go of them. So: one at a time, each still on all cores.
     tf.config.threading.set_inter_op_parallelism_threads(1)
+    # To compare to the bit: it sums gradients in another order near the peak that it expects, which recompute moves.
+    tf_internals.switch_memory_optimizer_off()
     if not arguments.jit_compile:
         tf.config.experimental.enable_op_determinism()  # with it, Keras refuses to compile with XLA
     keras.utils.set_random_seed(arguments.seed)
