@@ -61,8 +61,8 @@ def test_the_largest_batch_trains_and_one_more_runs_out_of_memory(tmp_path, caps
 
     A sample takes 5 MiB here, and 10 in the plain model. The peaks of equal runs differ by up to 0.8 MiB, since the allocator
     gives away pieces of up to twice the size, and which one a tensor gets depends on what came before. So with small samples
-    the last one is a matter of chance: of 0.16 MiB (`length=4`) in 12 MiB, plain 57 to 59 trained in some runs and not in
-    others; checkpointed 148 trained in `fit`, and 140 in no trial.
+    the last one is a matter of chance: of 0.16 MiB (`length=4`) in 12 MiB, also with one operation at a time, plain 57
+    trained in two of three trials and 59 in all, in `fit` 59 in one of two; checkpointed 148 trained in `fit`, 140 in no trial.
     """
     model = net(length=256)
     model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=False)

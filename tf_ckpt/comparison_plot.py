@@ -1,10 +1,8 @@
 """The figure of a comparison: peak memory against step time, predicted beside measured."""
 
 import itertools
-import os
 
-from tf_ckpt.errors import CheckpointError
-from tf_ckpt.json_file import checked_path
+from tf_ckpt.plan_plot import save
 from tf_ckpt.trainee import OUT_OF_MEMORY
 
 _MARKERS = "sDo^vP*X<>ph"
@@ -12,13 +10,7 @@ _MARKERS = "sDo^vP*X<>ph"
 
 def draw(comparison, path):
     """Draws a comparison into a file: see `Comparison.plot`."""
-    path = checked_path(path)
-    made = figure(comparison)
-    kind = os.path.splitext(path)[1][1:].lower() or "png"
-    known = made.canvas.get_supported_filetypes()
-    if kind not in known:
-        raise CheckpointError(f"matplotlib draws {', '.join(sorted(known))} files. Received: path={path!r}")
-    made.savefig(path, format=kind)
+    save(path, lambda: figure(comparison))
 
 
 def figure(comparison):

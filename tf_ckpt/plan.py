@@ -2,16 +2,12 @@
 
 import dataclasses
 
+from tf_ckpt.allocator import in_use
 from tf_ckpt.errors import CheckpointError
 from tf_ckpt.strategies.simulate import timeline
 from tf_ckpt.strategies.tree import Range, tree_of
 
 MIB = 2**20
-# An allocator hands out chunks of up to twice the size that is asked for before it splits one: it loses a share of all, and
-# of the largest tensor, which finds no chunk of its size. Both were fitted to what benchmarks/prediction.py prints.
-_LOST = 0.03
-_LOST_OF_LARGEST = 0.8
-_MOST_LOST = 0.15
 
 
 def unit_text(unit):
@@ -246,7 +242,7 @@ class Plan:
 
 def allocated(chain, size):
     """Returns the bytes that an allocator has in use at a peak of `size` bytes of tensors."""
-    return (1 + _LOST) * size + min(_LOST_OF_LARGEST * chain.largest, _MOST_LOST * size)
+    return in_use(size, chain.largest)
 
 
 def _allocated(chain, moments):

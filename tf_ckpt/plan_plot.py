@@ -14,8 +14,13 @@ _FIRST, _AGAIN, _BACK = "0.85", "0.35", "white"  # greys: a first run, a re-run,
 
 def draw(plan, path):
     """Draws a plan into a file: see `Plan.plot`."""
+    save(path, lambda: figure(plan))
+
+
+def save(path, make):
+    """Draws the figure that `make` returns into a file, if matplotlib knows its format."""
     path = checked_path(path)
-    made = figure(plan)
+    made = make()
     kind = os.path.splitext(path)[1][1:].lower() or "png"
     known = made.canvas.get_supported_filetypes()
     if kind not in known:

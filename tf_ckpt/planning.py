@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from tf_ckpt import calibration
+from tf_ckpt.allocator import in_use, room
 from tf_ckpt.budgets import gradients_wait, memory_bytes, optimizer_bytes, variable_bytes
 from tf_ckpt.errors import CheckpointError
 from tf_ckpt.graph import inner_part
@@ -23,7 +24,6 @@ from tf_ckpt.strategies.tree import Range, tree_of, walk
 
 STRATEGIES = ("sqrt", "selective", "full", "budget", "recursive", "none")
 _DEFAULT_BATCH = 32
-_LOST, _LOST_OF_LARGEST, _MOST_LOST = 0.04, 1.6, 0.25  # as in a plan, but a budget is to be kept on bad days too
 _GOES_WITH = {"layers": "selective", "target": "selective", "memory": "budget", "levels": "recursive"}
 
 
@@ -94,13 +94,11 @@ def _budget(chain, memory, held):
             f"The model has no layers behind its inputs: there is nothing to recompute. Received: memory={memory!r}"
         )
     most = memory_bytes(memory, held + allocated(chain, chain.peak([]))) - held
-    room = max((most - _LOST_OF_LARGEST * chain.largest) / (1 + _LOST), most / (1 + _LOST + _MOST_LOST))
-    ranges = budget(chain, room) if most > 0 else None
+    ranges = budget(chain, room(most, chain.largest)) if most > 0 else None
     if ranges is None:
         tree = least(chain)
-        peak = chain.peak(tree)
-        most_bytes = held + (1 + _LOST) * peak + min(_LOST_OF_LARGEST * chain.largest, _MOST_LOST * peak)
-        size = math.ceil(10 * most_bytes / MIB) / 10  # so that what it says will do
+        needed = held + in_use(chain.peak(tree), chain.largest, cautious=True)
+        size = math.ceil(10 * needed / MIB) / 10  # so that what it says will do
         added = f"{100 * chain.added_flops(tree) / max(chain.step_flops, 1):.1f} % more {unit_text(chain.unit)}"
         raise CheckpointError(
             f"No plan fits. The least that a plan was found for is {size:,.1f} MiB, {held / MIB:,.1f} MiB of it weights and "
