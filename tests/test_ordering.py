@@ -66,6 +66,8 @@ def test_what_a_control_edge_or_a_stateful_operation_orders_is_left_alone():
     assert products(lambda first: [first]) == []
     assert products(lambda first: [tf.identity(first)]) == []
     assert products(lambda first: [tf.raw_ops.Assert(condition=True, data=[first])]) == []
+    # Without an edge yet: a function adds one, from it to a stateful operation behind, when it is done.
+    assert products(lambda first: [tf.raw_ops.Assert(condition=True, data=[first])][:0]) == []
 
 
 def test_the_first_waits_and_values_stay():
