@@ -534,6 +534,12 @@ def test_without_a_gradient_to_the_input():
     assert c.backward_extra < cost(L.Dense(5, activation="tanh"), (3,)).backward_extra
 
 
+def test_what_a_product_takes_is_let_go_before_its_gradient_is_made_in_a_re_run():
+    c = cost(L.Dense(5, use_bias=False), (1000,))
+    kernel, inputs = 4 * 1000 * 5, 4 * BATCH * 1000
+    assert (c.backward_extra, c.backward_last, c.backward_again) == (kernel + inputs, kernel + inputs, kernel)
+
+
 def test_without_any_gradient_nothing_is_kept():
     layer = L.Dense(5, activation="gelu")
     layer.trainable = False

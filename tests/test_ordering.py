@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import layers as L
 
 import tf_ckpt
-from tf_ckpt.ordering import in_order, siblings
+from tf_ckpt.ordering import in_order, reordered, siblings
 from tf_ckpt.tf_internals import run_after
 
 
@@ -43,6 +43,17 @@ def graph_of(function, *shapes):
 def test_products_of_one_gradient_are_siblings(function, shapes, types):
     _, operations = graph_of(function, *shapes)
     assert [(a.type, b.type) for a, b in siblings(operations)] == [types]
+
+
+def test_operations_reordered_as_they_then_run():
+    _, operations = graph_of(lambda x, w: tf.nn.relu(tf.matmul(x, w)), (3, 4), (4, 5))
+    ((first, second),) = siblings(operations)
+    again = reordered(operations)
+    assert sorted(op.name for op in again) == sorted(op.name for op in operations)
+    assert operations.index(first) < operations.index(second)
+    assert again.index(second) < again.index(first)
+    for op in again:
+        assert all(again.index(x.op) < again.index(op) for x in op.inputs if x.op in again)
 
 
 def test_products_in_a_row_are_no_siblings():

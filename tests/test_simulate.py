@@ -106,6 +106,12 @@ def in_graph(chain, **more):
     return dataclasses.replace(chain, graph_mode=True, **more)
 
 
+def order(chain, tree):
+    """The moments between the loss and the end."""
+    moments = simulate.timeline(chain, tree)[len(chain) + 1 : -1]
+    return [f"{m.phase[0]}{m.stage}" for m in moments]
+
+
 def by_phase(chain, tree, phase):
     return {m.stage: m.bytes for m in simulate.timeline(chain, tree) if m.phase == phase}
 
@@ -137,6 +143,31 @@ def test_what_has_no_reader_left_is_let_go_within_the_backward_pass():
     assert by_phase(chain, (), "backward")[1] - by_phase(last, (), "backward")[1] == 50
     # At the start of a segment, others hold it.
     assert by_phase(chain, [(1, 3)], "backward")[1] == by_phase(last, [(1, 3)], "backward")[1]
+
+
+def test_products_in_order_count_in_re_runs_alone():
+    chain = in_graph(line(3, size=50, backward_extra=[0, 30, 0]), backward_last=np.array([0.0, 30.0, 0.0]))
+    ordered = dataclasses.replace(chain, backward_again=np.array([0.0, -20.0, 0.0]))
+    for tree, saved in (((), 0), ([(0, 3)], 50), ([(0, 1)], 0), ([(1, 3)], 0)):  # at a segment's start others hold its input
+        assert by_phase(chain, tree, "backward")[1] - by_phase(ordered, tree, "backward")[1] == saved
+
+
+def test_last_stages_that_read_nothing_of_the_re_run_go_backward_before_it():
+    sizes = [1, 1, 1, 100, 1]
+    links = [tensor(k, k + 1, size=sizes[k], kept_by=[] if k in (1, 2) else None, n=5) for k in range(5)]
+    chain = in_graph(make(5, links, internal=[10, 10, 0, 0, 10], flops=np.ones(5)))  # stages 2 and 3 are like `Concatenate`
+    links[1] = tensor(1, 2, size=1)
+    again = ["r0", "r1", "r2", "r3"]
+    assert order(chain, [(0, 4)]) == ["b4", "b3", "b2", *again, "b1", "b0"]
+    cautious = dataclasses.replace(chain, graph_mode=False)
+    assert order(cautious, [(0, 4)]) == ["b4", *again, "b3", "b2", "b1", "b0"]
+    reading = dataclasses.replace(chain, tensors=tuple(links))
+    assert order(reading, [(0, 4)]) == ["b4", "b3", *again, "b2", "b1", "b0"]
+    # The large gradient of what it made is gone when the re-run begins.
+    assert max(by_phase(chain, [(0, 4)], "re-run").values()) < 100 < max(by_phase(chain, [(0, 4)], "backward").values())
+    # What a segment inside makes is not there before it has run again.
+    nested = [Range(0, 4, (Range(1, 4),))]
+    assert order(chain, nested) == ["b4", *again, "b3", "b2", "r1", "r2", "r3", "b1", "b0"]
 
 
 def test_weight_gradients_wait_or_are_used_at_once():

@@ -20,6 +20,7 @@ from tf_ckpt import graph as keras_graph
 from tf_ckpt.flops import Work, operation_flops, operation_work, unknown_types
 from tf_ckpt.inspection import TAPE_INSIDE, unrepeatable
 from tf_ckpt.liveness import ALIASES, ELEMENTWISE, FREE, UNKNOWN, buffers, held, highest, key_of, root, tensor_size
+from tf_ckpt.ordering import reordered
 
 MIB = 2**20
 _EXPENSIVE = ("MatMul", "BatchMatMul", "Conv", "DepthwiseConv", "Einsum")
@@ -49,6 +50,7 @@ class NodeCost:
         backward_extra: Most bytes of the backward pass beside what was kept and the gradients of the outputs.
         backward_last: The same where nobody needs what it reads of the inputs and outputs afterwards, so that it is let go
             as soon as it is read.
+        backward_again: The same in the backward pass of a re-run, whose products `ordering` puts in order.
         largest: Bytes of the largest tensor that is made forward or backward.
         part: What can be recomputed inside the call: a `Part`, or None.
         unknown: Types of the operations whose FLOPs are a guess, one for each element that they make; sorted.
@@ -74,6 +76,7 @@ class NodeCost:
     taped_extra: int = 0
     backward_extra: int = 0
     backward_last: int = 0
+    backward_again: int = 0
     largest: int = 0
     part: object = None
     unknown: tuple = ()
@@ -350,7 +353,7 @@ class _Account:
         uses, takers = self._takers()
         unique = list(dict.fromkeys(node.inputs))
         internal = held(self.internal, self.outside)
-        untaped, taped, back, last = self._peaks(self.internal)
+        untaped, taped, back, last, again = self._peaks(self.internal)
         return NodeCost(
             internal_bytes=internal,
             reads_inputs=tuple(self.reads_inputs[unique.index(x)] for x in node.inputs),
@@ -368,6 +371,7 @@ class _Account:
             taped_extra=taped,
             backward_extra=back,
             backward_last=last,
+            backward_again=again,
             largest=max(
                 (tensor_size(x) for op in [*self.forward, *self.backward] if op.type not in FREE for x in op.outputs), default=0
             ),
@@ -398,8 +402,10 @@ class _Account:
         read = [x for x, is_read in zip(self.inputs, self.reads_inputs, strict=True) if is_read]
         read += [y for y, is_read in zip(self.outputs, self.own_outputs, strict=True) if is_read]
         others = self.outside - {root(x, self.stop).ref() for x in read}
-        last = highest(self.backward, [*there, *read], self.results, others) - held([*there, *read], others)
-        return untaped, taped, back, min(last, back)
+        before = held([*there, *read], others)
+        last = min(back, highest(self.backward, [*there, *read], self.results, others) - before)
+        again = min(last, highest(reordered(self.backward), [*there, *read], self.results, others) - before)
+        return untaped, taped, back, last, again
 
     def _part(self, name, inside, internal, back):
         """Returns the `Part` of the operations whose ids are in the one set in `inside`, if it frees enough."""

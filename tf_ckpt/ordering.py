@@ -41,6 +41,25 @@ def in_order(operations):
         tf_internals.run_after(first, second)
 
 
+def reordered(operations):
+    """Returns the operations in an order in which `in_order` lets them run, the least changed."""
+    waits = {id(first): second for first, second in siblings(operations)}
+    own, done, found = {id(op) for op in operations}, set(), []
+    for op in operations:
+        queue = [op]
+        while queue:
+            at = queue[-1]
+            wanted = [*(x.op for x in at.inputs), waits.get(id(at))]
+            left = [x for x in wanted if id(x) in own and id(x) not in done]
+            queue += left
+            if not left:
+                queue.pop()
+                if id(at) not in done:
+                    done.add(id(at))
+                    found.append(at)
+    return found
+
+
 def _shared(first, second):
     own = {_source(x).ref() for x in first.inputs if x.dtype.is_floating}
     return any(_source(x).ref() in own for x in second.inputs)

@@ -126,6 +126,7 @@ class Stages:
             taped_extra=np.array([c.taped_extra for c in costs], float),
             backward_extra=np.array([c.backward_extra for c in costs], float),
             backward_last=np.array([c.backward_last if c.traced else c.backward_extra for c in costs], float),
+            backward_again=np.array([c.backward_again if c.traced else c.backward_extra for c in costs], float),
             shared=self._shared(),
             unknown=tuple(sorted({kind for c in costs for kind in c.unknown})),
             **_parts(costs),

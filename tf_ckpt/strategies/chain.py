@@ -65,6 +65,8 @@ class Chain:
             graph. The tables and bounds of strategies do not count on it; the peaks of their trees do.
         largest: Bytes of the largest tensor that a stage makes, between stages or inside.
         backward_last: The same where what it reads between stages is not needed afterwards. Defaults to `backward_extra`.
+        backward_again: The same in the backward pass of a re-run, whose products are put in order. Defaults to
+            `backward_last`.
         part_internal: `internal` if the stage's inner part (`part_names`) is recomputed; equal to it where there is none.
         part_flops: FLOPs of running that part again.
         part_taped_extra: `taped_extra` in that case.
@@ -113,6 +115,7 @@ class Chain:
     gradients_wait: bool = True
     graph_mode: bool = False
     backward_last: np.ndarray | None = None
+    backward_again: np.ndarray | None = None
     largest: float = 0.0
     unit: str = "FLOPs"
     counted: "Chain | None" = None
@@ -152,11 +155,15 @@ class Chain:
             setattr(found, name, getattr(self, name).astype(float).tolist())
         last = self.backward_extra if self.backward_last is None else self.backward_last
         found.backward_last = last.astype(float).tolist()
+        again = last if self.backward_again is None else self.backward_again
+        found.backward_again = again.astype(float).tolist()
         found.reads = [[] for _ in self.names]
         for t in self.tensors:
             for stage in t.inner:
                 if stage < len(self) and stage != t.producer:
                     found.reads[stage].append(t)
+        looking = {stage for t in self.tensors for stage in t.inner}
+        found.looks = [k in looking or size > 0 for k, size in enumerate(found.internal)]
         found.tensors = [[(t, t.size, t.last) for t in made] for made in self._made]
         found.made = [sum(size for _, size, _ in made) for made in found.tensors]
         return found

@@ -57,9 +57,9 @@ def _run(chain, start, stop, tree):
         level.forward(0.0, "forward")
         # The loss keeps about as much as it takes, and its gradient is as large.
         moments.append(("backward", stop, level.held() + 2 * lists.upstream[stop]))
+        level.backward(0.0, stop)
     else:
-        level.forward(lists.upstream[stop] + lists.gradients[stop], "re-run")
-    level.backward(0.0)
+        level.again(0.0)
     return moments
 
 
@@ -76,6 +76,7 @@ class _Level:
         self.home = {k: r for r in ranges if not r.part for k in range(r.start, r.stop)}
         self.parts = {r.start for r in ranges if r.part}
         self.internal, self.kept = {}, {}
+        self.last = self.lists.backward_last if loss else self.lists.backward_again
 
     def _first_read(self, tensor, home):
         """Returns the first stage at which the backward pass looks for a tensor of this run in memory, or None."""
@@ -120,6 +121,21 @@ class _Level:
             for size in live.pop(k, ()):
                 total -= size
 
+    def again(self, outer, taken=0.0):
+        """Runs forward again, and backward, beside `outer` bytes; `taken` of them go when the re-run has used them up.
+
+        What the backward pass of the last stages waits for may be gradients alone, as that of `Concatenate` does: in a graph
+        it comes before the re-run.
+        """
+        x, stop = self.lists, self.stop
+        while x.chain.graph_mode and stop - 1 > self.start and not x.looks[stop - 1] and stop - 1 not in self.home:
+            self.moments.append(
+                ("backward", stop - 1, outer + x.upstream[stop] + x.backward_extra[stop - 1] + x.gradients[stop])
+            )
+            stop -= 1
+        self.forward(outer + x.upstream[stop] + x.gradients[stop], "re-run")
+        self.backward(outer - taken, stop)
+
     def _taken(self, r, release):
         """Returns the bytes of what a re-run only took: no backward pass in it looks for that, nor a re-run inside."""
         freed = 0.0
@@ -135,9 +151,9 @@ class _Level:
         """Returns the bytes that are kept now."""
         return sum(self.internal.values()) + sum(t.size for t in self.kept)
 
-    def backward(self, outer):
-        """Runs backward beside `outer` bytes, and forgets what has done its duty."""
-        x, k, chain = self.lists, self.stop - 1, self.lists.chain
+    def backward(self, outer, stop):
+        """Runs the stages before `stop` backward beside `outer` bytes, and forgets what has done its duty."""
+        x, k, chain = self.lists, stop - 1, self.lists.chain
         total, release = self.held(), {}
         for t, first in self.kept.items():
             release.setdefault(first, []).append(t)
@@ -149,14 +165,13 @@ class _Level:
             if r is None:
                 # What was made in this run, and has no reader left, is let go within the backward pass.
                 last = all(self.kept.get(t) == k for t in x.reads[k])
-                extra = x.part_backward_extra[k] if k in self.parts else (x.backward_last if last else x.backward_extra)[k]
+                extra = x.part_backward_extra[k] if k in self.parts else (self.last if last else x.backward_extra)[k]
                 now = outer + total + x.upstream[k + 1] + extra + x.gradients[k + 1]
                 self.moments.append(("backward", k, now))
                 total -= self.internal.pop(k)
             else:
                 inner = _Level(chain, r.start, r.stop, r.inside, self.moments)
-                inner.forward(outer + total + x.upstream[k + 1] + x.gradients[k + 1], "re-run")
-                inner.backward(outer + total - self._taken(r, release))
+                inner.again(outer + total, self._taken(r, release))
             for s in range(first, k + 1):
                 for t in release.pop(s, ()):
                     total -= t.size
