@@ -32,6 +32,7 @@ def build():
 MODEL = build()
 APPLIED = apply(MODEL, "full")
 OTHER = keras.Sequential([keras.Input((8,)), L.Dense(8, activation="gelu", name="d0"), L.Dense(2, name="end")])
+FIXED = keras.Sequential([keras.Input((8,), batch_size=5), L.Dense(2)])
 X = tf.ones((2, 8))
 
 
@@ -110,7 +111,8 @@ WRONG = {
     "apply: output": (lambda: apply(MODEL.outputs[0]), T, "Received: model=<KerasTensor"),
     "apply: subclassed model": (lambda: apply(keras.Model(name="own")), C, "(?s)'own'.*Received: model of class Model"),
     "apply: not built": (lambda: apply(keras.Sequential([L.Dense(2)], name="seq")), C, "'seq' is not built yet"),
-    "apply: empty": (lambda: apply(keras.Sequential(name="void")), C, "'void' is not built yet"),
+    "apply: empty": (lambda: apply(keras.Sequential(name="void")), C, "'void' has no layers yet"),
+    "apply: input only": (lambda: apply(keras.Sequential([L.Input((3,))], name="in")), C, "'in' has no layers yet"),
     "plan: nothing": (lambda: plan(None), T, "Received: model=None of type NoneType"),
     "plan: function": (lambda: plan(function), T, "Received: model=<function function"),
     "plan: layer": (lambda: plan(Recompute(L.Dense(2, name="d"))), T, "Recompute`. Received: model=<Dense name=d"),
@@ -122,11 +124,13 @@ WRONG = {
     "strategy: number": (lambda: apply(MODEL, 4), T, "Received: strategy=4 of type int"),
     "strategy: list": (lambda: apply(MODEL, [(0, 2)]), T, r"Received: strategy=\[\(0, 2\)\] of type list"),
     "strategy: bytes": (lambda: apply(MODEL, b"sqrt"), T, "Received: strategy=b'sqrt' of type bytes"),
+    "strategy: class": (lambda: apply(MODEL, L.Dense), T, r"Received: strategy=<class '.*Dense'> of type type"),
     "strategy: misspelt": (lambda: apply(MODEL, "sqr"), C, "Did you mean 'sqrt'.* Received: strategy='sqr'"),
     "strategy: in capitals": (lambda: apply(MODEL, "FULL"), C, "Received: strategy='FULL'"),
     "strategy: empty": (lambda: apply(MODEL, ""), C, "Received: strategy=''"),
     "strategy: applied model": (lambda: apply(APPLIED, "half"), C, "Received: strategy='half'"),
     "strategy: other plan": (lambda: apply(MODEL, plan(OTHER, "none")), C, "its call 1 is 'end', the model's is 'd1'"),
+    "strategy: other plan, planned": (lambda: plan(MODEL, plan(OTHER, "none")), C, "its call 1 is 'end', the model's is 'd1'"),
     "strategy: of layers": (lambda: plan(MODEL, "selctive", layers=["d0"]), C, "strategy='selctive'"),
     "ranges: too far": (lambda: apply(MODEL, returns([(0, 99)])), C, r"Received: segment \(0, 99\) of 6 calls"),
     "ranges: negative": (lambda: apply(MODEL, returns([(-1, 2)])), C, r"Received: segment \(-1, 2\) of 6 calls"),
@@ -192,6 +196,9 @@ WRONG = {
     # the batch size
     "batch size: zero": (lambda: apply(MODEL, batch_size=0), C, "Received: batch_size=0"),
     "batch size: negative": (lambda: plan(MODEL, batch_size=-8), C, "Received: batch_size=-8"),
+    "batch size: huge": (lambda: plan(MODEL, batch_size=10**19), C, "at most 2,147,483,647. Received: batch_size=10{19}"),
+    "batch size: not the model's": (lambda: plan(FIXED, batch_size=9), C, "state the batch size 5. Received: batch_size=9"),
+    "optimizer: unknown": (lambda: plan(MODEL, optimizer="nope"), C, "such as 'adam'. Received: optimizer='nope'"),
     "batch size: fraction": (lambda: apply(MODEL, batch_size=1.5), T, r"Received: batch_size=1\.5"),
     "batch size: whole float": (lambda: apply(MODEL, batch_size=8.0), T, r"Received: batch_size=8\.0"),
     "batch size: text": (lambda: apply(MODEL, batch_size="8"), T, "Received: batch_size='8'"),

@@ -674,6 +674,20 @@ class EagerOnly(L.Layer):
         return keras.KerasTensor(x.shape, x.dtype)
 
 
+def test_what_a_layer_builds_when_it_is_first_called_gets_values():
+    inputs = keras.Input((16,))
+    model = keras.Model(inputs, L.Dense(16, activation=L.BatchNormalization())(inputs))
+    inner = model.layers[1].activation
+    assert not inner.built
+    c = costs.node_cost(graph.read(model).nodes[0], BATCH, {})
+    assert c.traced
+    assert c.weight_bytes == FLOAT * (16 * 16 + 16 + 2 * 16)  # kernel, bias, gamma, beta
+    np.testing.assert_array_equal(inner.moving_variance, np.ones(16))
+    model.compile("sgd", "mse")
+    model.fit(np.ones((8, 16)), np.ones((8, 16)), verbose=0)
+    assert not np.array_equal(inner.moving_mean, np.zeros(16))
+
+
 def test_a_layer_that_cannot_be_traced_counts_by_its_sizes():
     c = costs.node_cost(node_of(EagerOnly(), (5,)), BATCH, {})
     assert not c.traced

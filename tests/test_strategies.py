@@ -196,6 +196,11 @@ def test_what_comes_right_before_the_loss_is_recomputed_only_if_that_saves_much(
     assert large.peak(sqrt(large)) <= 1.25 * min(large.peak(plan) for plan in all_plans(6))
 
 
+def test_a_chain_without_stages_has_nothing_to_recompute():
+    chain = line(0)
+    assert [len(strategy(chain)) for strategy in (sqrt, full, recursive, by_cost)] == [0, 0, 0, 0]
+
+
 # --- recursive --------------------------------------------------------------------------------------------------------
 
 
@@ -241,6 +246,11 @@ def all_trees(start, stop):
     for cut in range(start + 1, stop):
         for inside, rest in itertools.product(all_trees(start, cut), all_trees(cut, stop)):
             yield (Range(start, cut, inside), *rest)
+
+
+def test_more_levels_than_can_help_are_not_tried():
+    chain = line(12, internal=np.full(12, 3.0))
+    assert recursive(chain, 10**9) == recursive(chain, len(chain))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -116,7 +116,12 @@ def gradients_wait(model, optimizer=None):
 def _optimizer(model, optimizer):
     optimizer = optimizer or getattr(model, "optimizer", None) or "adam"
     if isinstance(optimizer, str):
-        optimizer = keras.optimizers.get(optimizer)
+        try:
+            optimizer = keras.optimizers.get(optimizer)
+        except ValueError:
+            raise CheckpointError(
+                f"`optimizer` must be a Keras optimizer or its name, such as 'adam'. Received: optimizer={optimizer!r}"
+            ) from None
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"`optimizer` must be a Keras optimizer or its name. Received: optimizer={optimizer!r}")
     return optimizer

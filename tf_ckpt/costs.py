@@ -143,14 +143,25 @@ def node_cost(node, batch_size, cache, differentiated=None):
     if key not in cache and key in own:
         cache[key] = own[key]
     if key not in cache:
-        try:
-            cache[key] = _trace(node, batch_size, differentiated)
-        except Exception:  # any layer, with code of its own: its sizes must do
-            cache[key] = by_size(node, batch_size)
+        cache[key] = _traced_or_by_size(node, batch_size, differentiated)
     if key not in own and len(own) >= _REMEMBERED:
         own.clear()
     own[key] = cache[key]
     return cache[key]
+
+
+def _traced_or_by_size(node, batch_size, differentiated, again=True):
+    before = keras_graph.uninitialized_variables()
+    try:
+        found = _trace(node, batch_size, differentiated)
+    except Exception:  # any layer, with code of its own: its sizes must do
+        found = by_size(node, batch_size)
+    if keras_graph.uninitialized_variables() == before:
+        return found
+    # A layer that builds what is inside of it when it is first called: left without values, its variables would fail in `fit`.
+    with tf.init_scope():
+        keras_graph.initialize_variables()
+    return _traced_or_by_size(node, batch_size, differentiated, again=False) if again else found
 
 
 def node_cost_between(node, batch_size, low, high, cache, differentiated=None):

@@ -24,6 +24,7 @@ from tf_ckpt.strategies.tree import Range, tree_of, walk
 
 STRATEGIES = ("sqrt", "selective", "full", "budget", "recursive", "none")
 _DEFAULT_BATCH = 32
+_MOST_BATCH = 2**31 - 1  # of samples, so that bytes and FLOPs of a batch can be counted in 64 bits
 _GOES_WITH = {"layers": "selective", "target": "selective", "memory": "budget", "levels": "recursive"}
 
 
@@ -47,9 +48,11 @@ def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=
     if isinstance(strategy, Plan):
         _check_parts(strategy.segments, dict(zip(stages.names, stages.nodes, strict=True)))
         return strategy
+    stated = next((x.shape[0] for x in model.inputs if len(x.shape) and x.shape[0] is not None), None)
     if batch_size is None:
-        stated = next((x.shape[0] for x in model.inputs if len(x.shape) and x.shape[0] is not None), None)
         batch_size = stated or _DEFAULT_BATCH
+    elif stated and int(batch_size) != stated:
+        raise CheckpointError(f"The model's inputs state the batch size {stated}. Received: batch_size={batch_size!r}")
     chosen = None if options.get("layers") is None else _chosen(stages, options["layers"])
     fixed = {"weight_bytes": variable_bytes(model.weights), "optimizer_bytes": optimizer_bytes(model, optimizer)}
     chain = stages.chain(int(batch_size), device, gradients_wait(model, optimizer), between)
@@ -99,17 +102,18 @@ def _budget(chain, memory, held):
         tree = least(chain)
         needed = held + in_use(chain.peak(tree), chain.largest, cautious=True)
         size = math.ceil(10 * needed / MIB) / 10  # so that what it says will do
+        given = f"{(most + held) / MIB:,.1f} MiB" if most + held >= MIB else f"{most + held:,} bytes"
         added = f"{100 * chain.added_flops(tree) / max(chain.step_flops, 1):.1f} % more {unit_text(chain.unit)}"
         raise CheckpointError(
             f"No plan fits. The least that a plan was found for is {size:,.1f} MiB, {held / MIB:,.1f} MiB of it weights and "
-            f"optimizer, at {added}. Give more memory, or a smaller batch size than {chain.batch_size}. "
-            f"Received: memory={memory!r}, which is {(most + held) / MIB:,.1f} MiB"
+            f"optimizer, at {added}, with what an allocator may lose. Give more memory, or a smaller batch size than "
+            f"{chain.batch_size}. Received: memory={memory!r}, which is {given}"
         )
     return ranges
 
 
 def _check(strategy, batch_size, options):
-    if not (isinstance(strategy, (str, Plan)) or callable(strategy)):
+    if not (isinstance(strategy, (str, Plan)) or callable(strategy)) or inspect.isclass(strategy):
         raise TypeError(
             f"`strategy` must be one of {STRATEGIES}, a `Plan`, or a callable. Received: strategy={strategy!r} "
             f"of type {type(strategy).__name__}"
@@ -133,7 +137,7 @@ def _check(strategy, batch_size, options):
         if options.get("layers") is not None:
             raise CheckpointError(f"Give `layers` or `target`, not both. Received: target={target!r} and `layers`")
     _check_count("levels", levels)
-    _check_count("batch_size", batch_size)
+    _check_count("batch_size", batch_size, most=_MOST_BATCH)
 
 
 def _check_parts(segments, nodes):
@@ -148,11 +152,13 @@ def _check_parts(segments, nodes):
         _check_parts(s.inside, nodes)
 
 
-def _check_count(name, value):
+def _check_count(name, value, most=None):
     if value is not None and (not isinstance(value, numbers.Integral) or isinstance(value, bool)):
         raise TypeError(f"`{name}` must be an integer. Received: {name}={value!r}")
     if value is not None and value < 1:
         raise CheckpointError(f"`{name}` must be at least 1. Received: {name}={value!r}")
+    if value is not None and most is not None and value > most:
+        raise CheckpointError(f"`{name}` must be at most {most:,}. Received: {name}={value!r}")
 
 
 def _ranges(made):

@@ -52,7 +52,10 @@ def plan(
     """
     options = {"memory": memory, "layers": layers, "target": target, "levels": levels}
     options |= {"batch_size": batch_size, "optimizer": optimizer, "device": device}
-    return make_plan(graph_of(model), model, strategy, curve=True, **options)
+    level = graph_of(model)
+    made = make_plan(level, model, strategy, curve=True, **options)
+    _check_fits(Stages(level), made, model)
+    return made
 
 
 def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, target=None, levels=None, device=None):
@@ -80,8 +83,9 @@ def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, 
               pairs (start, stop) or `tf_ckpt.strategies.Range`s.
         batch_size: Integer, the batch size to plan for. Defaults to the one that the model's inputs state, or else 32.
         memory: With `"budget"`: bytes as an integer, a string such as `"6GiB"`, or a share of the plain model's peak above 0
-            and below 1. Weights, optimizer slots, gradients and activations must fit. Defaults to the memory of the
-            device, less a margin of 8 %, where it reports one.
+            and below 1. Weights, optimizer slots, gradients and activations must fit, after the first step (which makes
+            the slots), and what an allocator loses on a bad day: 4 % and 1.6 times the largest tensor, at most 29 % together.
+            Defaults to the memory of the device, less a margin of 8 %, where it reports one.
         layers: With `"selective"`: a list of layer names, layer classes and `fnmatch` patterns of names, or a callable
             `layer -> bool`.
         target: With `"selective"`: the share of the activation bytes to come down to, above 0 and below 1.
@@ -110,13 +114,7 @@ def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, 
     made = make_plan(level, model, strategy, batch_size=batch_size, device=device, **options)
     plain = remove(model)
     stages = Stages(level)
-    if tuple(stages.names) != made.layers:
-        raise CheckpointError(_difference(stages.names, made.layers))
-    why = refusal(stages, made)
-    if why:
-        raise CheckpointError(
-            f"The plan does not fit model '{model.name}': {why}. Received: plan of strategy {made.strategy!r}"
-        )
+    _check_fits(stages, made, model)
     if made.segments:
         applied = executing(level, stages, tree_of(made.ranges()), _Reminder(model.name))
     else:
@@ -191,7 +189,7 @@ def graph_of(model):
     level = keras_graph.read(model)
     if level is None:
         what = (
-            "is not built yet: call it on data or give it a `keras.Input`"
+            ("is not built yet: call it on data or give it a `keras.Input`" if model.layers else "has no layers yet: add some")
             if isinstance(model, keras.Sequential)
             else (
                 "is no graph of layers, since its `call` is Python code. Wrap its large parts where they are made:\n\n"
@@ -200,6 +198,16 @@ def graph_of(model):
         )
         raise CheckpointError(f"Model '{model.name}' {what}.\nReceived: model of class {type(model).__name__}")
     return level
+
+
+def _check_fits(stages, made, model):
+    if tuple(stages.names) != made.layers:
+        raise CheckpointError(_difference(stages.names, made.layers))
+    why = refusal(stages, made)
+    if why:
+        raise CheckpointError(
+            f"The plan does not fit model '{model.name}': {why}. Received: plan of strategy {made.strategy!r}"
+        )
 
 
 def _difference(have, want):

@@ -76,9 +76,11 @@ def within(chain, memory, exact=True):
 
 def _plan(chain, cuts, needs, levels):
     search, best, high, paid = _Search(chain, cuts, needs), (), chain.peak([]), 0
-    for level in range(1, len(chain) if levels is None else levels + 1):
+    missed = 0
+    for level in range(1, len(chain) if levels is None else min(len(chain), levels + 1)):  # more than stages cannot help
         bound = _least_bound(search, level, high)
-        if bound is None and levels is None:
+        missed = missed + 1 if bound is None else 0
+        if missed == (1 if levels is None else 2):
             break
         if bound is None:
             continue

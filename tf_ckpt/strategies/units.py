@@ -21,7 +21,7 @@ def choose_cuts(chain, limit, exact=True):
     good = [c for c in range(1, n) if fits[c] and not any(_only_here(t, c) for t in chain.crossing(c))]
     if len(good) < min(n - 1, 3):
         good = [c for c in range(1, n) if fits[c]]
-    cuts = [0, *good, n]
+    cuts = sorted({0, *good, n})  # a model may have no stage at all
     ends = {x for pair in chain.ranges for x in pair}
     bytes_at = np.array([sum(t.size for t in chain.crossing(c)) for c in range(n + 1)], float)
     while len(cuts) - 1 > limit:
