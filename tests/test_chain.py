@@ -65,6 +65,31 @@ def test_stored_counts_what_is_inside_and_what_is_needed_once():
     np.testing.assert_array_equal(chain.stored(np.arange(4), 3), [17, 6, 4, 0])
 
 
+def test_a_gradient_that_two_tensors_share_counts_once():
+    # Stage 3 adds up what stages 0 and 2 made, and hands its gradient on to both.
+    tensors = [
+        tensor(0, 1, 3, size=10, passed=(3,)),
+        tensor(1, 2, size=10),
+        tensor(2, 3, size=10, passed=(3,)),
+        tensor(3, 4, size=10),
+        tensor(4, 5, size=10, n=5),
+    ]
+    np.testing.assert_array_equal(make(5, tensors).upstream, [0, 10, 20, 10, 10, 10])
+    apart = [dataclasses.replace(t, passed=()) for t in tensors]
+    np.testing.assert_array_equal(make(5, apart).upstream, [0, 10, 20, 20, 10, 10])
+
+
+def test_a_re_run_that_nobody_reads_takes_only_what_is_left_of_it():
+    # As the output projection before a dropout: the mask is made again, what it is put on is not.
+    def chain(spared):
+        tensors = [tensor(0, 1), tensor(1, 2, kept_by=[], spared=spared), tensor(2, 3, kept_by=[])]
+        return make(3, tensors, flops=[4, 16, 2], pruned_flops=[3, 5, 1], internal=[1, 1, 1])
+
+    assert chain(()).rerun_flops(0, 3) == 4 + 16 + 1
+    assert chain((2,)).rerun_flops(0, 3) == 4 + 5 + 1
+    assert chain((2,)).read(3) == [True, False, False]
+
+
 def test_crossing_holds_a_skip_at_each_cut_up_to_its_last_reader():
     skip, link, given = tensor(0, 1, 3), tensor(1, 2), tensor(-1, 0, 3)
     chain = make(4, [skip, link, given, tensor(3, 4)])

@@ -7,7 +7,8 @@ import tensorflow as tf
 from keras import layers as L
 
 import tf_ckpt
-from tf_ckpt.ordering import in_order, reordered, siblings
+from tf_ckpt.ordering import branches, in_order, reordered, siblings
+from tf_ckpt.strategies.tree import Range
 from tf_ckpt.tf_internals import run_after
 
 
@@ -131,3 +132,94 @@ def test_a_segment_s_products_wait_and_the_plain_model_s_do_not():
         made.fit(x[0], y, batch_size=4, epochs=2, shuffle=False, verbose=0)
     for a, b in zip(plain.get_weights(), ours.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+# --- branches ---------------------------------------------------------------------------------------------------------
+
+
+def residual(units=8):
+    """A block whose two ends have a convolution and a normalisation each, as the first of each size in ResNet."""
+    inputs = keras.Input((12, 12, 4))
+    x = L.Conv2D(units, 3, padding="same", activation="relu")(inputs)
+    ends = [L.BatchNormalization()(L.Conv2D(units, 1)(x)) for _ in range(2)]
+    x = L.Conv2D(units, 3)(L.ReLU()(L.Add()(ends)))
+    return keras.Model(inputs, L.GlobalAveragePooling2D()(x))
+
+
+def backward_of(model, tree):
+    """Returns the operations of a step's graph, checkpointed by ranges."""
+    model = tf_ckpt.apply(model, lambda chain: tree)
+
+    @tf.function(autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(model(x, training=True)))
+        return tape.gradient(loss, model.trainable_variables)
+
+    return step.get_concrete_function(tf.TensorSpec((2, 12, 12, 4))).graph
+
+
+def reached(op):
+    found, queue = set(), [op]
+    while queue:
+        at = queue.pop()
+        if at.name not in found:
+            found.add(at.name)
+            queue += [*(x.op for x in at.inputs), *at.control_inputs]
+    return found
+
+
+@pytest.mark.parametrize("tree", [[(0, 8)], [Range(0, 9, (Range(0, 7),))]], ids=["one level", "two levels"])
+def test_one_normalisation_of_a_residual_block_runs_backward_after_the_other(tree):
+    operations = backward_of(residual(), tree).get_operations()
+    # The gradients of both, each the sum of three, on which the convolutions' products work.
+    sums = [op for op in operations if op.type == "AddN" and len(op.inputs) == 3 and op.outputs[0].shape.rank == 4]
+    assert len(sums) == 2
+    late = [op for op in operations if any(before in sums for before in op.control_inputs)]
+    assert late
+    (first,) = {before.name for op in late for before in op.control_inputs if before in sums}
+    (second,) = (op for op in sums if op.name != first)
+    assert first in reached(second)
+
+
+def test_branches_are_pairs_without_a_circle():
+    with tf.Graph().as_default() as graph:
+        g, x, y, w = (tf.compat.v1.placeholder("float32", (4, 4)) for _ in range(4))
+
+        def branch(g, x):
+            return tf.matmul(g * x + tf.square(g), w)
+
+        left, right = branch(g, x), branch(g, y)
+    operations = graph.get_operations()[4:]
+    pairs = branches(operations)
+    assert len(pairs) == 2
+    for op, before in pairs:
+        assert before.name in reached(left.op)
+        assert op.name in reached(right.op)
+    # Where the first needs the second, an edge would close a circle.
+    with tf.Graph().as_default() as graph:
+        g, x, w = (tf.compat.v1.placeholder("float32", (4, 4)) for _ in range(3))
+        entry = g * x
+        right = tf.matmul(tf.square(g) * g, w)
+        tf.matmul(entry + x * right + entry * x, w)
+    for op, before in branches(graph.get_operations()[3:]):
+        assert op.name not in reached(before)
+
+
+def test_ordered_branches_give_the_same_gradients():
+    model = residual()
+    x = np.random.default_rng(0).normal(size=(4, 12, 12, 4)).astype("float32")
+
+    def gradients(model):
+        @tf.function(autograph=False)
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(x, training=True)))
+            return [loss, *tape.gradient(loss, model.trainable_variables)]
+
+        return [y.numpy() for y in step(x)]
+
+    plain = gradients(model)
+    for tree in ([(0, 8)], [Range(0, 9, (Range(0, 7),))]):
+        for a, b in zip(gradients(tf_ckpt.apply(model, lambda chain, tree=tree: tree)), plain, strict=True):
+            np.testing.assert_array_equal(a, b)

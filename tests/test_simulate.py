@@ -170,6 +170,19 @@ def test_last_stages_that_read_nothing_of_the_re_run_go_backward_before_it():
     assert order(chain, nested) == ["b4", *again, "b3", "b2", "r1", "r2", "r3", "b1", "b0"]
 
 
+def test_what_a_re_run_takes_is_copied_where_others_hold_it():
+    # Stage 0's output goes to stages 1 and 2, and both segments run that again.
+    tensors = [tensor(0, 1, 2, size=50, kept_by=[1, 2]), tensor(1, 2, kept_by=[2]), tensor(2, 3, n=3, kept_by=[3])]
+    chain = make(3, tensors, internal=[0, 10, 10], flops=np.ones(3), pruned_flops=np.ones(3))
+    tree = [(1, 2), (2, 3)]
+    cautious, precise = by_phase(chain, tree, "backward"), by_phase(in_graph(chain), tree, "backward")
+    assert [precise[k] - cautious[k] for k in (2, 1, 0)] == [50, 0, 0]  # the last one to take it adds in place
+    # The model's own input is always held outside.
+    tensors = [tensor(-1, 0, size=1000), tensor(0, 1, n=1, kept_by=[1])]
+    first = in_graph(make(1, tensors, internal=[10]))
+    assert simulate.peak(first, [(0, 1)]) == 1000 + 10 + 1  # beside what is kept inside, and its output's gradient
+
+
 def test_weight_gradients_wait_or_are_used_at_once():
     chain = line(3, weights=[100, 0, 300])
     at_once = dataclasses.replace(chain, gradients_wait=False)

@@ -33,7 +33,9 @@ class NodeCost:
     Attributes:
         internal_bytes: Kept from forward to backward, inputs and outputs apart.
         reads_inputs: For each input, whether the backward pass reads it.
+        reruns_inputs: For each input, whether a re-run reads it whose outputs nobody reads.
         reads_outputs: For each output, whether the call's own backward pass reads it.
+        passes: For each input, whether its gradient is the very gradient of the one output, as it is for `Add`.
         input_uses: For each input, how many operations take it: as many gradients are summed up for it.
         flops: FLOPs of the forward run.
         pruned_flops: FLOPs of a re-run whose outputs nobody reads: what is left for the call's own backward pass.
@@ -79,6 +81,8 @@ class NodeCost:
     backward_again: int = 0
     largest: int = 0
     part: object = None
+    passes: tuple = ()
+    reruns_inputs: tuple = ()
     unknown: tuple = ()
     work: tuple = ()
     pruned_work: tuple = ()
@@ -322,8 +326,11 @@ def _trace(node, batch_size, differentiated):
     operations = scratch.get_operations()
     reason = next((r for r in reasons if r), "")
     seeds = list(seeds.values())
+    own = {seeds[0].ref()} if len(seeds) == len(outputs) == 1 else set()
+    passed = {x.ref() for x, y in zip(floats, results, strict=False) if tf.is_tensor(y) and root(y, own).ref() in own}
     results = [x.values if isinstance(x, tf.IndexedSlices) else x for x in results if x is not None]
     account = _Account(operations[:split], operations[split:], inputs, outputs, seeds, results)
+    account.passes = [x.ref() in passed for x in inputs]
     return account.cost(node, reason, part_name, inside)
 
 
@@ -332,6 +339,7 @@ class _Account:
 
     def __init__(self, forward, backward, inputs, outputs, seeds, results):
         self.inputs, self.outputs, self.seeds, self.results = inputs, outputs, seeds, results
+        self.passes = [False] * len(inputs)
         # What no gradient needs, a graph optimiser takes out: Keras runs the first step of an RNN to see its shapes.
         self.backward = _needed([x.op for x in results], backward)
         self.stop = {x.ref() for x in inputs}
@@ -365,13 +373,17 @@ class _Account:
         unique = list(dict.fromkeys(node.inputs))
         internal = held(self.internal, self.outside)
         untaped, taped, back, last, again = self._peaks(self.internal)
+        pruned = _needed(self.kept_operations, self.forward)
+        taken = {root(x, stop).ref() for op in pruned if op.type not in FREE for x in op.inputs}
         return NodeCost(
             internal_bytes=internal,
             reads_inputs=tuple(self.reads_inputs[unique.index(x)] for x in node.inputs),
             reads_outputs=tuple(self.own_outputs),
+            reruns_inputs=tuple(self.inputs[unique.index(x)].ref() in taken for x in node.inputs),
+            passes=tuple(self.passes[unique.index(x)] for x in node.inputs),
             input_uses=tuple(uses[unique.index(x)] for x in node.inputs),
             flops=_flops(self.forward),
-            pruned_flops=_flops(_needed(self.kept_operations, self.forward)),
+            pruned_flops=_flops(pruned),
             backward_flops=_flops(self.backward),
             weight_bytes=_weight_bytes(node),
             expensive_end=_ends_expensive(outputs[0].op, {id(op) for op in self.forward}),
@@ -389,7 +401,7 @@ class _Account:
             part=None if reason else self._part(part_name, inside, internal, back),
             unknown=tuple(sorted(unknown_types([*self.forward, *self.backward]))),
             work=_work(self.forward),
-            pruned_work=_work(_needed(self.kept_operations, self.forward)),
+            pruned_work=_work(pruned),
             backward_work=_work(self.backward),
         )
 
@@ -415,7 +427,10 @@ class _Account:
         others = self.outside - {root(x, self.stop).ref() for x in read}
         before = held([*there, *read], others)
         last = min(back, highest(self.backward, [*there, *read], self.results, others) - before)
-        again = min(last, highest(reordered(self.backward), [*there, *read], self.results, others) - before)
+        # Where nothing is put in order, an executor may begin all at once: what is read counts to the end.
+        order, again = reordered(self.backward), back
+        if order != self.backward:
+            again = min(back, highest(order, [*there, *read], self.results, others) - before)
         return untaped, taped, back, last, again
 
     def _part(self, name, inside, internal, back):

@@ -107,7 +107,12 @@ class Stages:
                 inner.append(n)  # the loss reads it
             floating = keras.backend.is_float_dtype(spec.dtype)
             size = tensor_bytes(spec, batch_size)
-            tensors.append(Tensor(size, producer, tuple(sorted(counts.items())), needed, tuple(inner), floating))
+            traced = [(s, places) for s, places in uses.items() if costs[s].traced]
+            handed = {
+                "passed": tuple(s for s, places in traced if any(costs[s].passes[p] for p in places)),
+                "spared": tuple(s for s, places in traced if not any(costs[s].reruns_inputs[p] for p in places)),
+            }
+            tensors.append(Tensor(size, producer, tuple(sorted(counts.items())), needed, tuple(inner), floating, **handed))
         reach = self._reach()
         kinds = {}
         seen, weights = set(), np.zeros(n)

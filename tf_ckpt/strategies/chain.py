@@ -29,6 +29,8 @@ class Tensor:
         needed: Whether some stage's backward pass reads it.
         inner: The stages whose backward pass reads it.
         differentiable: Whether gradients flow through it.
+        passed: The stages that take it whose output's gradient is handed on to it as it is.
+        spared: The stages that take it, but not in a re-run whose outputs nobody reads: of a `Dropout` that makes the mask.
     """
 
     size: int
@@ -37,6 +39,8 @@ class Tensor:
     needed: bool
     inner: tuple = ()
     differentiable: bool = True
+    passed: tuple = ()
+    spared: tuple = ()
 
     @property
     def last(self):
@@ -176,10 +180,26 @@ class Chain:
                 taken[stage].append(t)
         return taken
 
+    def taken(self, stage):
+        """The tensors that a stage takes, or the loss."""
+        return self._taken[stage]
+
     @functools.cached_property
     def upstream(self):
-        """Bytes of the gradients of all tensors that cross each cut, over cuts 0..n."""
-        return np.array([sum(t.size for t in self.crossing(cut) if t.differentiable) for cut in range(len(self) + 1)], float)
+        """Bytes of the gradients of all tensors that cross each cut, over cuts 0..n; one that several share counts once."""
+        found = np.zeros(len(self) + 1)
+        for cut in range(len(self) + 1):
+            found[cut] = sum({self._gradient(t, cut): t.size for t in self.crossing(cut) if t.differentiable}.values())
+        return found
+
+    def _gradient(self, tensor, cut):
+        """Returns the tensor whose gradient a tensor's gradient still is when the backward pass has come to a cut."""
+        while True:
+            later = [(s, count) for s, count in tensor.uses if s >= cut]
+            if len(later) != 1 or later[0][1] != 1 or later[0][0] not in tensor.passed:
+                return tensor
+            stage = later[0][0]
+            tensor, cut = self.made(stage)[0], stage + 1
 
     @functools.cached_property
     def _crossing(self):
@@ -294,11 +314,14 @@ class Chain:
     @functools.cache  # noqa: B019 - as above
     def read(self, stop):
         """Whether what a stage makes is read in a re-run that ends at `stop`, as a list over stages 0..stop-1."""
-        read, runs = [False] * stop, [False] * (len(self) + 1)
+        read = [False] * (len(self) + 1)
         for k in range(stop - 1, -1, -1):
-            read[k] = any(any(s < stop for s in t.inner) or any(runs[s] for s, _ in t.uses) for t in self.made(k))
-            runs[k] = read[k] or self.pruned_flops[k] > 0
-        return read
+            read[k] = any(
+                any(s < stop for s in t.inner)
+                or any(read[s] or (s < stop and self.pruned_flops[s] > 0 and s not in t.spared) for s, _ in t.uses)
+                for t in self.made(k)
+            )
+        return read[:stop]
 
     def rerun_flops(self, start, stop):
         """FLOPs of a re-run of `[start, stop)`, without what only makes outputs that its backward pass does not read."""

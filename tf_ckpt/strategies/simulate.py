@@ -68,6 +68,12 @@ def peak(chain, ranges):
     return max(most(chain, 0, len(chain), tree_of(ranges)), float(chain.gradients[0]))
 
 
+def _only_taken(tensor, r):
+    """Whether no backward pass in a segment looks for what its re-run takes, nor a re-run inside."""
+    again = any(i.start <= s < i.stop for i in r.inside if not i.part for s, _ in tensor.uses)
+    return not again and not any(r.start <= s < r.stop for s in tensor.inner)
+
+
 class _Level:
     """The stages `[start, stop)` in one taped run: the model's forward run, or the re-run of one segment."""
 
@@ -138,14 +144,21 @@ class _Level:
 
     def _taken(self, r, release):
         """Returns the bytes of what a re-run only took: no backward pass in it looks for that, nor a re-run inside."""
-        freed = 0.0
         if not self.lists.chain.graph_mode:
-            return freed
-        for t in (t for s in range(r.start, r.stop) for t in release.get(s, ())):
-            again = any(i.start <= s < i.stop for i in r.inside if not i.part for s, _ in t.uses)
-            if not again and not any(r.start <= s < r.stop for s in t.inner):
-                freed += t.size
-        return freed
+            return 0.0
+        return sum(t.size for s in range(r.start, r.stop) for t in release.get(s, ()) if _only_taken(t, r))
+
+    def _copied(self, r):
+        """Returns the bytes of what a re-run takes and others hold meanwhile, and how many of them it only takes.
+
+        A re-run waits by data: it adds 0 to what it takes, in place where nobody else holds that.
+        """
+        chain = self.lists.chain
+        if not chain.graph_mode:
+            return 0.0, 0.0
+        taken = {t for s in range(r.start, r.stop) for t in chain.taken(s)}
+        held = [t for t in taken if self.kept.get(t, r.start) < r.start or (self.loss and t.producer < 0)]
+        return sum(t.size for t in held), sum(t.size for t in held if _only_taken(t, r))
 
     def held(self):
         """Returns the bytes that are kept now."""
@@ -170,8 +183,9 @@ class _Level:
                 self.moments.append(("backward", k, now))
                 total -= self.internal.pop(k)
             else:
+                copied, used = self._copied(r)
                 inner = _Level(chain, r.start, r.stop, r.inside, self.moments)
-                inner.again(outer + total, self._taken(r, release))
+                inner.again(outer + total + copied, self._taken(r, release) + used)
             for s in range(first, k + 1):
                 for t in release.pop(s, ()):
                     total -= t.size
