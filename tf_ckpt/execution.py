@@ -5,16 +5,16 @@ from tf_ckpt import inspection
 from tf_ckpt.replay import run
 
 
-def executing(level, stages, tree, on_config=None):
+def executing(level, stages, tree, reminder=None):
     """Returns a copy of a level's model that runs by a plan.
 
     Args:
         level: The model's `graph.Level`.
         stages: Its `Stages`.
         tree: Tuple of `Range`s of stages.
-        on_config: See `graph.with_executor`.
+        reminder: See `graph.with_executor`.
     """
-    return _Builder(stages).model(level, tree, "", 0, on_config)
+    return _Builder(stages).model(level, tree, "", 0, reminder)
 
 
 class _Plain:
@@ -102,7 +102,7 @@ class _Builder:
     def __init__(self, stages):
         self.stages = stages
 
-    def model(self, level, tree, prefix, first, on_config=None):
+    def model(self, level, tree, prefix, first, reminder=None):
         """Returns a copy of the level's model that runs `tree`. `first` is its first stage."""
         pieces = self.pieces(level.nodes, tree, prefix, first)
         _connect(pieces, level.outputs)
@@ -113,7 +113,7 @@ class _Builder:
                 piece(operation_fn, values)
             return [values[x] for x in level.outputs]
 
-        return keras_graph.with_executor(level.model, execute, on_config)
+        return keras_graph.with_executor(level.model, execute, reminder)
 
     def pieces(self, nodes, tree, prefix, first):
         """Returns the pieces that run `nodes`, the first of which is the stage `first`, by the ranges of `tree`."""
