@@ -1,8 +1,8 @@
 """Saved, cloned, copied and exported: an applied model stays one, and its file says so.
 
-Keras writes a model as its class and config. The class of an applied model is the user's own, which knows of no plan, so what
-Keras wrote is put inside an object of a class of ours, together with the plan. Weights and what the model was compiled with stay
-where Keras puts them: weight files are those of the plain model.
+Keras writes a model as its class and config. The class of an applied model is the user's own, which knows of no plan, so
+what Keras wrote is put inside an object of a class of ours, together with the plan. Weights and what the model was compiled
+with stay where Keras puts them: weight files are those of the plain model.
 """
 
 import dataclasses

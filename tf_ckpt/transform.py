@@ -146,16 +146,16 @@ class _Reminder:
         if not self._said:
             self._said = True
             warnings.warn(
-                f"The layers of model '{self._name}' were changed, so that its plan no longer applies: it runs plain from now on. "
-                "Call `tf_ckpt.apply` on it again.",
+                f"The layers of model '{self._name}' were changed, so that its plan no longer applies: it runs plain from now "
+                "on. Call `tf_ckpt.apply` on it again.",
                 CheckpointWarning,
                 stacklevel=3,
             )
 
     def legacy_format(self):
         warnings.warn(
-            f"The plan of model '{self._name}' is not stored: an HDF5 file has no place for it, and what is loaded is the plain "
-            "model. Save to a `.keras` file, or call `tf_ckpt.apply` again on what is loaded. "
+            f"The plan of model '{self._name}' is not stored: an HDF5 file has no place for it, and what is loaded is the "
+            "plain model. Save to a `.keras` file, or call `tf_ckpt.apply` again on what is loaded. "
             "(`tf_ckpt.remove(model)` gives the plain model, which is stored without this warning.)",
             CheckpointWarning,
             stacklevel=3,
