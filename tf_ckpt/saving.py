@@ -50,18 +50,17 @@ class Applied:
 
 
 def _named_as_in(model, made):
-    """Returns a plan with the names that the model's operations have: older Keras gives some a new one when it loads them.
+    """Returns a plan with the names of a model that is made anew.
 
-    Layers keep their names, so that what differs in anything else is another model.
+    Layers without a name get another number each time their model's constructor makes them, and in older Keras so do some
+    operations. Recompute is exact by any plan; where more than numbers differ, the model is another, and `apply` says so.
     """
     level = keras_graph.read(model)
-    stages = None if level is None else Stages(level)
-    if stages is None or len(stages.names) != len(made.layers):
+    present = [] if level is None else Stages(level).names
+    if len(present) != len(made.layers):
         return made
-    names = {
-        theirs: mine if not isinstance(node.operation, keras.Layer) and _stem(mine) == _stem(theirs) else theirs
-        for mine, theirs, node in zip(stages.names, made.layers, stages.nodes, strict=True)
-    }
+    alike = zip(present, made.layers, strict=True)
+    names = {theirs: mine if _stem(mine) == _stem(theirs) else theirs for mine, theirs in alike}
 
     def renamed(segment):
         inside = tuple(renamed(s) for s in segment.inside)
@@ -71,8 +70,8 @@ def _named_as_in(model, made):
 
 
 def _stem(name):
-    """Returns a call's name without what Keras numbers operations by."""
-    return re.sub(r"(_\d+)?(:\d+)?$", "", name)
+    """Returns a call's name without what Keras numbers layers and operations by."""
+    return re.sub(r"(_\d+)?(:\d+)?(/|$)", r"\3", name)
 
 
 def _planned(model):
