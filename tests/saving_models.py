@@ -18,8 +18,8 @@ def block(x, name, norm=True):
 def functional():
     x = inputs = keras.Input((8,))
     for k in range(2):
-        x = L.Add()([x, block(x, f"b{k}")])
-    return keras.Model(inputs, L.Dense(2)(x), name="plainly_functional")
+        x = L.Add(name=f"add{k}")([x, block(x, f"b{k}")])
+    return keras.Model(inputs, L.Dense(2, name="last")(x), name="plainly_functional")
 
 
 def sequential():
