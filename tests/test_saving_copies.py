@@ -121,6 +121,21 @@ def test_a_changed_sequential_says_that_it_is_plain(change, tmp_path):
     assert tf_ckpt.remove(again) is model
 
 
+def test_a_changed_model_inside_runs_plain_and_says_so(tmp_path):
+    inputs = keras.Input((8,))
+    inside = keras.Sequential([inputs, L.Dense(8, "gelu", name="first"), L.Dense(8, "gelu")], name="inside")
+    model = keras.Model(inputs, L.Dense(2)(L.Dense(8, "gelu")(inside(inputs))), name="outside")
+    changed = tf_ckpt.apply(model, "selective", layers=["first"])
+    inside.add(L.Dense(8, "relu"))
+    with pytest.warns(tf_ckpt.CheckpointWarning, match="layers of model 'inside'.* runs plain"):
+        have = changed(data()[0])
+    np.testing.assert_array_equal(have, model(data()[0]))
+    changed(data()[0])  # said once
+    with pytest.warns(tf_ckpt.CheckpointWarning, match="'outside' is stored without its plan"):
+        changed.save(tmp_path / "model.keras")
+    np.testing.assert_array_equal(keras.models.load_model(tmp_path / "model.keras")(data()[0]), have)
+
+
 @by_name
 def test_weight_files_interchange(make, tmp_path):
     model, other = applied(make), applied(make)

@@ -1,7 +1,10 @@
 """A model that runs by a plan: its nodes in pieces, plain or recomputed, segments within segments."""
 
+import warnings
+
 from tf_ckpt import graph as keras_graph
 from tf_ckpt import inspection
+from tf_ckpt.errors import CheckpointWarning
 from tf_ckpt.replay import run
 
 
@@ -91,11 +94,23 @@ class _Inside:
     """Stands for a nested model in a node: the copy of it that executes its part of the plan."""
 
     def __init__(self, node, model):
-        self._node, self._model = node, model
+        self._node, self._model, self._said = node, model, False
+        self._graph = keras_graph.functional_of(node.operation)
         self.name, self.inputs, self.outputs = node.name, node.inputs, node.outputs
 
     def call(self, operation_fn, values):
-        self._node.call(lambda operation: operation_fn(self._model), values)
+        if keras_graph.functional_of(self._node.operation) is self._graph:
+            self._node.call(lambda operation: operation_fn(self._model), values)
+            return
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"The layers of model '{self.name}', inside a model with a plan, were changed, so that the plan no longer "
+                f"applies to them: '{self.name}' runs plain. Call `tf_ckpt.apply` again.",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+        self._node.call(operation_fn, values)
 
 
 class _Builder:

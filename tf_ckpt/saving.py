@@ -85,6 +85,14 @@ def _serialized(model, record):
     made = _planned(model)
     if made is None:
         return
+    if tuple(Stages(keras_graph.read(model)).names) != made.layers:
+        warnings.warn(
+            f"Model '{model.name}' is stored without its plan, since layers inside it were changed or renamed after "
+            "`tf_ckpt.apply`: call it again, before you save or on what is loaded.",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+        return
     plain, outside = dict(record), {}
     if "compile_config" in plain:  # Keras compiles what `from_config` returns, or is told not to, out here
         outside["compile_config"] = plain.pop("compile_config")
