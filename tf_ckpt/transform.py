@@ -60,7 +60,8 @@ def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, 
 
     The result has the class, layers, names, variables (the same objects), inputs and outputs of `model`, which is not
     changed. Compile and fit it as you would `model`. Training is the same to the bit wherever that of `model` is
-    deterministic: see "What is exact" in the README.
+    deterministic: see "What is exact" in the README. Saved to a `.keras` file, cloned or copied, it keeps its plan; weight files
+    are those of `model`, and `export` writes the plain graph.
 
     Args:
         model: A built Functional or Sequential `keras.Model`, of any subclass. Nested models are planned inside. An
