@@ -99,13 +99,15 @@ def test_configs(make):
     assert tf_ckpt.plan_of(again).ranges() == tf_ckpt.plan_of(model).ranges()
 
 
-@pytest.mark.parametrize("change", ["pop", "add", "add later"])
+@pytest.mark.parametrize("change", ["pop", "add", "add later", "build"])
 def test_a_changed_sequential_says_that_it_is_plain(change, tmp_path):
     model = applied(saving_models.sequential, "full")
     plain = tf_ckpt.remove(model)
     with pytest.warns(tf_ckpt.CheckpointWarning, match="layers of model 'stack' were changed") as told:
         if change == "pop":
             assert model.pop().name == plain.layers[-1].name
+        elif change == "build":
+            model.build((None, 8))
         else:
             model.add(L.Dense(3), rebuild=change == "add")
     assert [x.filename for x in told] == [__file__]

@@ -306,7 +306,7 @@ def with_executor(model, run, reminder=None):
         model: A Functional or Sequential model. It is not changed.
         run: Callable `(flat inputs, operation_fn) -> flat outputs`, on real tensors; None for Keras' own way.
         reminder: Optional object that is told when the copy stops to run that way: `legacy_format()` when it is written in
-            Keras' old format, which has no place for it; `changed()` when layers were added to a Sequential, or taken off.
+            Keras' old format, which has no place for it; `changed()` when a Sequential got or lost layers, or was built again.
 
     Returns:
         A model of the same class.
@@ -348,17 +348,27 @@ def _remind(twin, reminder):
         return kind.get_config(twin)
 
     twin.__dict__["get_config"] = _ours(get_config)
-    for name in ("add", "pop") if isinstance(twin, keras.Sequential) else ():
-        method = getattr(kind, name)
+    if not isinstance(twin, keras.Sequential):
+        return
+    inside = []  # `add` and `pop` build
 
-        def changing(*args, _method=method, **kwargs):
+    def telling(method):
+        @functools.wraps(method)
+        def changing(*args, **kwargs):
             before = twin.__dict__["_functional"]
-            result = _method(twin, *args, **kwargs)
-            if twin.__dict__["_functional"] is not before:
+            inside.append(None)
+            try:
+                result = method(*args, **kwargs)
+            finally:
+                inside.pop()
+            if twin.__dict__["_functional"] is not before and not inside:
                 reminder.changed()
             return result
 
-        twin.__dict__[name] = _ours(functools.wraps(method)(changing))
+        return _ours(changing)
+
+    for name in ("add", "pop", "build"):
+        twin.__dict__[name] = telling(getattr(twin, name))
 
 
 _BOUND = ("train_function", "test_function", "predict_function")
@@ -606,7 +616,7 @@ def on_clone(callback):
     cloning._wrap_clone_function = wrap_clone_function
 
 
-_EXPORTS = ("keras.src.export.", "tensorflow.python.saved_model.save")
+_EXPORTS = ("keras.src.export.", tf.saved_model.save.__module__)
 
 
 def is_exporting():

@@ -60,8 +60,8 @@ def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, 
 
     The result has the class, layers, names, variables (the same objects), inputs and outputs of `model`, which is not
     changed. Compile and fit it as you would `model`. Training is the same to the bit wherever that of `model` is
-    deterministic: see "What is exact" in the README. Saved to a `.keras` file, cloned or copied, it keeps its plan; weight files
-    are those of `model`, and `export` writes the plain graph.
+    deterministic: see "What is exact" in the README. Saved to a `.keras` file, cloned or copied, it keeps its plan; weight
+    files are those of `model`, and `export` writes the plain graph.
 
     Args:
         model: A built Functional or Sequential `keras.Model`, of any subclass. Nested models are planned inside. An
@@ -147,8 +147,8 @@ class _Reminder:
         if not self._said:
             self._said = True
             warnings.warn(
-                f"The layers of model '{self._name}' were changed, so that its plan no longer applies: it runs plain from now "
-                "on. Call `tf_ckpt.apply` on it again.",
+                f"The layers of model '{self._name}' were changed, or built again, so that its plan no longer applies: it runs "
+                "plain from now on. Call `tf_ckpt.apply` on it again.",
                 CheckpointWarning,
                 stacklevel=3,
             )
