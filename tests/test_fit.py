@@ -114,17 +114,3 @@ def test_custom_train_step_and_metrics():
     history = applied.fit(x, x[:, 0, 0, :2], verbose=0)
     assert history.history["extra"] == [3.0]
     assert history.history["mae"][0] > 0
-
-
-def test_saved_and_cloned_models_are_plain_and_say_so(tmp_path):
-    applied = tf_ckpt.apply(convolutional(), "sqrt")
-    path = str(tmp_path / "model.keras")
-    with pytest.warns(tf_ckpt.CheckpointWarning, match="plan of model"):
-        applied.save(path)
-    loaded = keras.models.load_model(path)
-    assert tf_ckpt.plan_of(loaded) is None
-    x, _ = data()
-    np.testing.assert_allclose(loaded(x), applied(x), rtol=1e-6)
-    weights = str(tmp_path / "model.weights.h5")
-    applied.save_weights(weights)
-    tf_ckpt.remove(applied).load_weights(weights)

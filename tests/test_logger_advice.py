@@ -53,7 +53,8 @@ def test_a_plan_that_is_not_executed_any_more():
     model = keras.Sequential([keras.Input((8,)), *(keras.layers.Dense(8, "gelu") for _ in range(6))])
     model = tf_ckpt.apply(model, "full", batch_size=4)
     assert tf_ckpt.plan_of(model).segments
-    model.add(keras.layers.Dense(8))
+    with pytest.warns(tf_ckpt.CheckpointWarning, match="were changed"):
+        model.add(keras.layers.Dense(8))
     (text,) = said(model, "sgd", 4, 8)
     assert "not executed any more" in text
 

@@ -43,7 +43,7 @@ if _keras.backend.backend() != "tensorflow":
         f"Received: KERAS_BACKEND={_keras.backend.backend()}"
     )
 
-from tf_ckpt import callbacks, layers, strategies  # noqa: E402
+from tf_ckpt import callbacks, layers, saving, strategies  # noqa: E402, F401
 from tf_ckpt.batch_size import max_batch_size  # noqa: E402
 from tf_ckpt.calibration import Calibration  # noqa: E402
 from tf_ckpt.compare import compare  # noqa: E402

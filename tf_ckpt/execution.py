@@ -1,20 +1,23 @@
 """A model that runs by a plan: its nodes in pieces, plain or recomputed, segments within segments."""
 
+import warnings
+
 from tf_ckpt import graph as keras_graph
 from tf_ckpt import inspection
+from tf_ckpt.errors import CheckpointWarning
 from tf_ckpt.replay import run
 
 
-def executing(level, stages, tree, on_config=None):
+def executing(level, stages, tree, reminder=None):
     """Returns a copy of a level's model that runs by a plan.
 
     Args:
         level: The model's `graph.Level`.
         stages: Its `Stages`.
         tree: Tuple of `Range`s of stages.
-        on_config: See `graph.with_executor`.
+        reminder: See `graph.with_executor`.
     """
-    return _Builder(stages).model(level, tree, "", 0, on_config)
+    return _Builder(stages).model(level, tree, "", 0, reminder)
 
 
 class _Plain:
@@ -91,18 +94,30 @@ class _Inside:
     """Stands for a nested model in a node: the copy of it that executes its part of the plan."""
 
     def __init__(self, node, model):
-        self._node, self._model = node, model
+        self._node, self._model, self._said = node, model, False
+        self._graph = keras_graph.functional_of(node.operation)
         self.name, self.inputs, self.outputs = node.name, node.inputs, node.outputs
 
     def call(self, operation_fn, values):
-        self._node.call(lambda operation: operation_fn(self._model), values)
+        if keras_graph.functional_of(self._node.operation) is self._graph:
+            self._node.call(lambda operation: operation_fn(self._model), values)
+            return
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"The layers of model '{self.name}', inside a model with a plan, were changed, so that the plan no longer "
+                f"applies to them: '{self.name}' runs plain. Call `tf_ckpt.apply` again.",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+        self._node.call(operation_fn, values)
 
 
 class _Builder:
     def __init__(self, stages):
         self.stages = stages
 
-    def model(self, level, tree, prefix, first, on_config=None):
+    def model(self, level, tree, prefix, first, reminder=None):
         """Returns a copy of the level's model that runs `tree`. `first` is its first stage."""
         pieces = self.pieces(level.nodes, tree, prefix, first)
         _connect(pieces, level.outputs)
@@ -113,7 +128,7 @@ class _Builder:
                 piece(operation_fn, values)
             return [values[x] for x in level.outputs]
 
-        return keras_graph.with_executor(level.model, execute, on_config)
+        return keras_graph.with_executor(level.model, execute, reminder)
 
     def pieces(self, nodes, tree, prefix, first):
         """Returns the pieces that run `nodes`, the first of which is the stage `first`, by the ranges of `tree`."""

@@ -1,12 +1,14 @@
 """The one file that touches what Keras does not document.
 
 A new Keras breaks this file or none. What is here: the state that surrounds a layer call (`Surroundings`), the scope in
-which state is read and written (`StateScope`), masks, and a Functional model read as nodes and run by pieces.
+which state is read and written (`StateScope`), masks, a Functional model read as nodes and run by pieces, and what Keras
+does when it writes, clones and exports a model.
 """
 
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import sys
 import threading
@@ -16,7 +18,8 @@ import tensorflow as tf
 from keras import tree
 from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.backend.common import global_state
-from keras.src.models import Functional
+from keras.src.models import Functional, cloning
+from keras.src.saving import serialization_lib
 from keras.src.utils.tracking import TrackedList, Tracker
 
 __all__ = ["Level", "Node", "StateScope", "Surroundings", "get_keras_mask", "read", "set_keras_mask"]
@@ -296,25 +299,21 @@ def runs_its_graph(model):
         return True
 
 
-def with_executor(model, run, on_config=None):
+def with_executor(model, run, reminder=None):
     """Makes a copy of a model that runs its graph by `run`. Layers and variables are the same objects.
 
     Args:
         model: A Functional or Sequential model. It is not changed.
         run: Callable `(flat inputs, operation_fn) -> flat outputs`, on real tensors; None for Keras' own way.
-        on_config: Optional callable that is called when the copy is asked for its config: saved, cloned or pickled.
+        reminder: Optional object that is told when the copy stops to run that way: `legacy_format()` when it is written in
+            Keras' old format, which has no place for it; `changed()` when a Sequential got or lost layers, or was built again.
 
     Returns:
         A model of the same class.
     """
     twin = _twin(model)
-    if on_config is not None:
-
-        def get_config():
-            on_config()
-            return type(twin).get_config(twin)
-
-        twin.__dict__["get_config"] = get_config
+    if reminder is not None:
+        _remind(twin, reminder)
     if run is None:
         return twin
     if isinstance(model, keras.Sequential):
@@ -328,8 +327,48 @@ def with_executor(model, run, on_config=None):
             return type(twin)._run_through_graph(twin, inputs, operation_fn=operation_fn, **extra)
         return tree.pack_sequence_as(twin._outputs_struct, run(flat, operation_fn))
 
-    twin.__dict__["_run_through_graph"] = run_through_graph
+    twin.__dict__["_run_through_graph"] = _ours(run_through_graph)
     return twin
+
+
+def _ours(function):
+    """Marks a function that stands in one model's place of a method, and is not copied with the model."""
+    function._tf_ckpt = True
+    return function
+
+
+def _remind(twin, reminder):
+    """Puts methods that tell `reminder` in the place of a model's own, which they call."""
+    kind = type(twin)
+
+    @functools.wraps(kind.get_config)
+    def get_config():
+        if global_state.get_global_attribute("use_legacy_config", False):
+            reminder.legacy_format()
+        return kind.get_config(twin)
+
+    twin.__dict__["get_config"] = _ours(get_config)
+    if not isinstance(twin, keras.Sequential):
+        return
+    inside = []  # `add` and `pop` build
+
+    def telling(method):
+        @functools.wraps(method)
+        def changing(*args, **kwargs):
+            before = twin.__dict__["_functional"]
+            inside.append(None)
+            try:
+                result = method(*args, **kwargs)
+            finally:
+                inside.pop()
+            if twin.__dict__["_functional"] is not before and not inside:
+                reminder.changed()
+            return result
+
+        return _ours(changing)
+
+    for name in ("add", "pop", "build"):
+        twin.__dict__[name] = telling(getattr(twin, name))
 
 
 _BOUND = ("train_function", "test_function", "predict_function")
@@ -340,7 +379,7 @@ def _twin(model):
     twin = type(model).__new__(type(model))
     own = {name for name, value in twin.__dict__.items() if callable(value)}  # wrappers of this object's methods
     for name, value in model.__dict__.items():
-        if name not in own and name not in ("_run_through_graph", "get_config"):
+        if name not in own and not getattr(value, "_tf_ckpt", False):
             twin.__dict__[name] = None if name in _BOUND else value
     # What Keras and TensorFlow append to must not be shared: a layer added to the one would be in the other, and the
     # training function of the one would live as long as the other.
@@ -432,12 +471,6 @@ def compiled_call(function):
     return None
 
 
-def executes(model):
-    """Returns True if a model made by `with_executor` still runs that way: `Sequential.add` rebuilds the graph."""
-    functional = functional_of(model)
-    return functional is not None and "_run_through_graph" in functional.__dict__
-
-
 _CORES = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 _ACTIVATED = (
     *(keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D),
@@ -526,6 +559,74 @@ def part_replaced(operation, attribute, make):
                 del own[attribute]
             else:
                 own[attribute] = before
+
+
+# --- writing, cloning, exporting ------------------------------------------------------------------------------------------
+
+
+def on_serialize(callback):
+    """Calls `callback(object, record)` with whatever Keras has serialized, which may change the record in place.
+
+    Keras asks the object for its config, but writes the object's class beside it: no method of the object can say another.
+
+    Args:
+        callback: Callable that takes the object, and its class and config as a dict.
+    """
+    original = serialization_lib.get_build_and_compile_config  # Keras' last step before it takes the record for complete
+
+    @functools.wraps(original)
+    def get_build_and_compile_config(obj, config):
+        original(obj, config)
+        callback(obj, config)
+
+    serialization_lib.get_build_and_compile_config = get_build_and_compile_config
+
+
+def on_clone(callback):
+    """Makes `clone_model` put `callback(model, clone)` in the place of a clone, models inside models included.
+
+    Keras makes a clone from a model's layers, or from its class and config, and asks the model for nothing else.
+
+    Args:
+        callback: Callable that takes a layer, any kind of, and its clone, and returns a layer.
+    """
+
+    def of_model(original):
+        @functools.wraps(original)
+        def clone_model(model, *args, **kwargs):
+            return callback(model, original(model, *args, **kwargs))
+
+        return clone_model
+
+    cloning._clone_sequential_model = of_model(cloning._clone_sequential_model)
+    cloning._clone_functional_model = of_model(cloning._clone_functional_model)
+    wrap = cloning._wrap_clone_function
+
+    @functools.wraps(wrap)
+    def wrap_clone_function(clone_function, call_function=None, recursive=False, cache=None):
+        cache = {} if cache is None else cache  # Keras': a shared layer has one clone
+        clone = wrap(clone_function, call_function=call_function, recursive=recursive, cache=cache)
+
+        def cloned(layer):
+            cache[id(layer)] = callback(layer, clone(layer))
+            return cache[id(layer)]
+
+        return cloned
+
+    cloning._wrap_clone_function = wrap_clone_function
+
+
+_EXPORTS = ("keras.src.export.", tf.saved_model.save.__module__)
+
+
+def is_exporting():
+    """Returns True while a function is traced for a file that holds graphs, such as a SavedModel."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith(_EXPORTS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 # --- `fit` around a callback ----------------------------------------------------------------------------------------------

@@ -18,6 +18,11 @@ def checked_path(path):
     return text
 
 
+def plain(content):
+    """Returns what a file would give back for `content`: lists for tuples."""
+    return json.loads(json.dumps(content, allow_nan=False))
+
+
 def write(path, content):
     """Writes an object to a file, as a whole or not at all.
 
@@ -66,15 +71,32 @@ def read(path, kind, version, again):
             f"Not a {what}: `{kind}.load` reads the JSON that `{kind}.save` writes. Received: path={path!r}, which holds "
             f"{data[:40]!r}{'...' if len(data) > 40 else ''} ({error})"
         ) from error
+    return checked(content, kind, version, again, f"path={path!r}")
+
+
+def checked(content, kind, version, again, where):
+    """Returns `content` if it is an object of a kind and version that can be read.
+
+    Args:
+        content: What was read.
+        kind: See `read`.
+        version: See `read`.
+        again: See `read`.
+        where: String that says where it was read, for errors: `name=value`.
+
+    Raises:
+        CheckpointError: If it is something else.
+    """
+    what = kind.lower()
     if not isinstance(content, dict) or content.get("format") != f"tf_ckpt.{kind}":
         held = f"format={content.get('format')!r}" if isinstance(content, dict) else f"a {type(content).__name__}"
         raise CheckpointError(
-            f"Not a {what}: a file of `{kind}.save` has format='tf_ckpt.{kind}'. Received: path={path!r}, which holds {held}"
+            f"Not a {what}: a file of `{kind}.save` has format='tf_ckpt.{kind}'. Received: {where}, which holds {held}"
         )
     found = content.get("version")
     if found != version or isinstance(found, bool):
         raise CheckpointError(
-            f"This tf_ckpt reads {what}s of version {version}. Received: path={path!r}, which holds version={found!r}. "
+            f"This tf_ckpt reads {what}s of version {version}. Received: {where}, which holds version={found!r}. "
             f"Make the {what} again with `{again}`, or read it with the tf_ckpt that wrote it."
         )
     return content

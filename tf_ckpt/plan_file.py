@@ -16,7 +16,12 @@ def write(plan, path):
         plan: A `Plan`.
         path: String or path-like.
     """
-    json_file.write(path, {"format": "tf_ckpt.Plan", "version": VERSION, **dataclasses.asdict(plan)})
+    json_file.write(path, to_json(plan))
+
+
+def to_json(plan):
+    """Returns a plan as JSON can say it: what a plan file holds."""
+    return json_file.plain({"format": "tf_ckpt.Plan", "version": VERSION, **dataclasses.asdict(plan)})
 
 
 def read(path):
@@ -32,7 +37,23 @@ def read(path):
         CheckpointError: If the file holds no plan that this version reads.
     """
     content = json_file.read(path, "Plan", VERSION, "tf_ckpt.plan")
-    return _Reader(json_file.checked_path(path)).plan(content)
+    return _Reader(f"path={json_file.checked_path(path)!r}").plan(content)
+
+
+def from_json(content, where):
+    """Returns the plan that `to_json` put into something larger than a plan file.
+
+    Args:
+        content: What was read there, of whatever type.
+        where: String that says where, for errors: `name=value`.
+
+    Returns:
+        A `Plan`.
+
+    Raises:
+        CheckpointError: If it is no plan that this version reads.
+    """
+    return _Reader(where).plan(json_file.checked(content, "Plan", VERSION, "tf_ckpt.plan", where))
 
 
 class _Reader:
@@ -41,12 +62,12 @@ class _Reader:
     Files from before plans in seconds have no `unit` and no `rerun_seconds`: they are in FLOPs.
     """
 
-    def __init__(self, path):
-        self.path = path
+    def __init__(self, where):
+        self.where = where
 
     def _take(self, content, key, fits, what):
         if key not in content:
-            raise CheckpointError(f"A plan needs {key!r}: {what}. Received: path={self.path!r}, which has {sorted(content)}")
+            raise CheckpointError(f"A plan needs {key!r}: {what}. Received: {self.where}, which has {sorted(content)}")
         self._need(fits(content[key]), key, content[key], what)
         return content[key]
 
@@ -54,7 +75,7 @@ class _Reader:
         if not fits:
             text = repr(value)
             shown = text if len(text) < 200 else text[:200] + "..."
-            raise CheckpointError(f"{key!r} must be {what}. Received: path={self.path!r}, which has {key}={shown}")
+            raise CheckpointError(f"{key!r} must be {what}. Received: {self.where}, which has {key}={shown}")
 
     def plan(self, content):
         layers = self._names(content)

@@ -186,12 +186,14 @@ def _is_tensor(leaf):
 
 
 def can_run(leaves):
-    """Returns False where recompute has nothing to do: it is disabled, Keras asks for shapes only, or no tape records."""
+    """Returns False where recompute has nothing to do: it is disabled, Keras asks for shapes only, no tape records, or a graph
+    is made for a file, which holds no gradients of ours.
+    """
     return not (
         _is_disabled()
         or any(keras_graph.is_symbolic(x) for x in leaves)
         or keras_graph.in_symbolic_scope()
-        or (tf.executing_eagerly() and not tf_internals.tape_is_active())
+        or (not tf_internals.tape_is_active() if tf.executing_eagerly() else keras_graph.is_exporting())
     )
 
 

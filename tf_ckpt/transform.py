@@ -13,7 +13,7 @@ from tf_ckpt.planning import make_plan
 from tf_ckpt.stages import Stages, refusal
 from tf_ckpt.strategies.tree import tree_of
 
-_plans = weakref.WeakKeyDictionary()  # applied model -> (plan, plain model)
+_plans = weakref.WeakKeyDictionary()  # applied model -> (plan, plain model, weak reference to the graph that runs by it)
 
 
 def plan(
@@ -63,7 +63,8 @@ def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, 
 
     The result has the class, layers, names, variables (the same objects), inputs and outputs of `model`, which is not
     changed. Compile and fit it as you would `model`. Training is the same to the bit wherever that of `model` is
-    deterministic: see "What is exact" in the README.
+    deterministic: see "What is exact" in the README. Saved to a `.keras` file, cloned or copied, it keeps its plan; weight
+    files are those of `model`, and `export` writes the plain graph.
 
     Args:
         model: A built Functional or Sequential `keras.Model`, of any subclass. Nested models are planned inside. An
@@ -126,7 +127,7 @@ def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, 
             f"Model '{model.name}' has a `call` of its own that does not seem to run its graph (`super().call`), so that "
             "nothing is recomputed and no memory saved. Training is right. Use `tf_ckpt.Recompute` on its layers."
         )
-    _plans[applied] = (made, plain)
+    _plans[applied] = (made, plain, weakref.ref(keras_graph.functional_of(applied)))
     return applied
 
 
@@ -135,24 +136,33 @@ def _warn(message):
 
 
 class _Reminder:
-    """Says once that a saved, cloned or pickled model is a plain one."""
+    """Says that a plan ends: each of its methods when Keras does what its name says."""
 
     def __init__(self, name):
         self._name, self._said = name, False
 
-    def __call__(self):
+    def changed(self):
         if not self._said:
             self._said = True
             warnings.warn(
-                f"The plan of model '{self._name}' is not stored with it: call `tf_ckpt.apply` again on what is loaded or "
-                "cloned. (`tf_ckpt.remove(model)` gives the plain model, which is stored without this warning.)",
+                f"The layers of model '{self._name}' were changed, or built again, so that its plan no longer applies: it runs "
+                "plain from now on. Call `tf_ckpt.apply` on it again.",
                 CheckpointWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
+
+    def legacy_format(self):
+        warnings.warn(
+            f"The plan of model '{self._name}' is not stored: an HDF5 file has no place for it, and what is loaded is the "
+            "plain model. Save to a `.keras` file, or call `tf_ckpt.apply` again on what is loaded. "
+            "(`tf_ckpt.remove(model)` gives the plain model, which is stored without this warning.)",
+            CheckpointWarning,
+            stacklevel=3,
+        )
 
 
 def remove(model):
-    """Returns the plain model that `model` was made from by `apply`, or `model` itself.
+    """Returns the plain model that `model` was made from by `apply`, or `model` itself if it has no plan, or none any more.
 
     Args:
         model: A `keras.Model`.
@@ -165,15 +175,15 @@ def remove(model):
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a `keras.Model`. Received: model={model!r} of type {type(model).__name__}")
-    return _plans[model][1] if model in _plans else model
+    return model if plan_of(model) is None else _plans[model][1]
 
 
 def plan_of(model):
     """Returns the `Plan` that `model` executes, or None if it is a plain model."""
-    if model not in _plans:
+    if not isinstance(model, keras.Model) or model not in _plans:
         return None
-    made = _plans[model][0]
-    return made if not made.segments or keras_graph.executes(model) else None
+    made, _, graph = _plans[model]
+    return made if graph() is keras_graph.functional_of(model) else None  # `Sequential.add` makes another graph
 
 
 def had_plan(model):
