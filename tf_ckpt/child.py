@@ -50,7 +50,7 @@ class Package:
             "arguments": {k: v for k, v in arguments.items() if k != "optimizer"},
             "optimizer": keras.saving.serialize_keras_object(arguments["optimizer"]),
             "slots": snapshot.read(arguments["optimizer"].variables),
-            "state": snapshot.read(plain.variables),
+            "state": snapshot.read(snapshot.model_variables(plain)),
             "threads": (
                 tf.config.threading.get_intra_op_parallelism_threads(),
                 tf.config.threading.get_inter_op_parallelism_threads(),

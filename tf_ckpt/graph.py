@@ -4,6 +4,7 @@ A new Keras breaks this file or none. What is here: the state that surrounds a l
 which state is read and written (`StateScope`), masks, and a Functional model read as nodes and run by pieces.
 """
 
+import collections.abc
 import contextlib
 import copy
 import dataclasses
@@ -14,9 +15,10 @@ import threading
 import keras
 import tensorflow as tf
 from keras import tree
-from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend import compute_output_spec, get_keras_mask, set_keras_mask
 from keras.src.backend.common import global_state
 from keras.src.models import Functional
+from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils.tracking import TrackedList, Tracker
 
 __all__ = ["Level", "Node", "StateScope", "Surroundings", "get_keras_mask", "read", "set_keras_mask"]
@@ -28,8 +30,8 @@ def in_symbolic_scope():
 
 
 def raw_variable(variable):
-    """Returns the `tf.Variable` of a Keras variable, or None while it has none."""
-    return variable._value
+    """Returns the `tf.Variable` of a Keras variable, or None while it has none; that of TensorFlow's own is itself."""
+    return variable if isinstance(variable, tf.Variable) else variable._value
 
 
 class Surroundings:
@@ -388,6 +390,90 @@ def global_seed_generator():
 def set_global_seed_generator(generator):
     """Puts back what `global_seed_generator` returned."""
     global_state.set_global_attribute("global_seed_generator", generator)
+
+
+def name_counters():
+    """Returns a copy of the numbers that Keras has given to names, or None while there are none."""
+    return copy.copy(global_state.get_global_attribute("object_name_uids"))
+
+
+def set_name_counters(counters):
+    """Puts back what `name_counters` returned: what was made meanwhile is not counted."""
+    global_state.set_global_attribute("object_name_uids", counters)
+
+
+def held_variables(owner):
+    """Returns all variables that a layer, metric or optimizer and all inside it hold, in whatever attribute.
+
+    Keras' `variables` lack some that a step changes: the `states` of a stateful RNN, metrics of layers, a `tf.Variable` or
+    generator of a layer's own, layers in containers that Keras does not track.
+
+    Returns:
+        A list of `keras.Variable` and `tf.Variable`, each once, in an order that depends on the names of attributes alone, so
+        that a model and its copy from a file have the same.
+    """
+    found, seen, waiting = {}, set(), [owner]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, (keras.Variable, tf.Variable)):
+            found[id(value)] = value
+        elif isinstance(value, collections.abc.Mapping):
+            waiting += [value[key] for key in sorted(value, key=str, reverse=True)]
+        elif isinstance(value, (list, tuple)):
+            waiting += reversed(value)
+        elif isinstance(value, (set, frozenset)):
+            waiting += sorted((x for x in value if isinstance(x, _HOLDERS)), key=lambda x: str(getattr(x, "name", "")))
+        elif isinstance(value, _HOLDERS):
+            own = getattr(value, "__dict__", {})
+            waiting += [own[name] for name in sorted(own, reverse=True) if name not in _BESIDE]
+    raw = {id(v._value) for v in found.values() if isinstance(v, keras.Variable)}
+    return [v for number, v in found.items() if number not in raw]
+
+
+_HOLDERS = (KerasSaveable, keras.random.SeedGenerator, tf.Module, tf.random.Generator)
+# What was compiled: state of the copies that train, and of the model where it trains, of which those who ask know.
+_BESIDE = (
+    *("_tracker", "_obj_reference_counts_dict", "_inbound_nodes", "_outbound_nodes", "_operations", "_nodes"),
+    *("optimizer", "_optimizer", "_compile_loss", "_compile_metrics", "_loss_tracker", "_compile_config", "_metrics"),
+    *("train_function", "test_function", "predict_function", "history"),
+)
+
+
+@contextlib.contextmanager
+def fit_without_end(optimizer):
+    """A scope in which `fit` does not do what it does once training is over: put averages in the place of the weights."""
+    own = optimizer.__dict__
+    before = own.get("finalize_variable_values", own)
+    own["finalize_variable_values"] = lambda variables: None
+    try:
+        yield
+    finally:
+        if before is own:
+            del own["finalize_variable_values"]
+        else:
+            own["finalize_variable_values"] = before
+
+
+def check_step(twin, batch):
+    """Raises what Keras raises for a batch that a compiled model cannot take, or its loss. Nothing is run or changed.
+
+    Args:
+        twin: A compiled model that has not trained.
+        batch: Tuple `(x,)`, `(x, y)` or `(x, y, sample_weight)` of arrays.
+    """
+    specs = tree.map_structure(lambda a: keras.KerasTensor(a.shape, keras.backend.standardize_dtype(a.dtype)), batch)
+    x, y, weight = (*specs, None, None)[:3]
+    predicted = compute_output_spec(twin, x, training=False)
+    compute_output_spec(twin.compute_loss, x, y, predicted, sample_weight=weight)
+
+
+def has_own_step(model):
+    """Returns whether a model's class says itself what a training step is, or its loss."""
+    kind = type(model)
+    return kind.train_step is not keras.Model.train_step or kind.compute_loss is not keras.Model.compute_loss
 
 
 def sublayers(layer):

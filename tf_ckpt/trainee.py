@@ -51,7 +51,9 @@ class Trainee:
         """
         try:
             data = self._dataset(self.batches[number % len(self.batches)]).repeat(steps)
-            self.model.fit(data, epochs=1, verbose=0, shuffle=False, callbacks=[self._watch])
+            # Each turn is a `fit`, but not the end of training.
+            with keras_graph.fit_without_end(self.model.optimizer):
+                self.model.fit(data, epochs=1, verbose=0, shuffle=False, callbacks=[self._watch])
         except tf.errors.ResourceExhaustedError:
             return Outcome(OUT_OF_MEMORY)
         return self._watch.outcome
