@@ -18,8 +18,10 @@ import keras
 import tensorflow as tf
 
 from tf_ckpt import snapshot
-from tf_ckpt.errors import CheckpointError
+from tf_ckpt.budgets import memory_bytes
+from tf_ckpt.errors import CheckpointError, first_line
 from tf_ckpt.graph import sublayers
+from tf_ckpt.memory import MIB
 from tf_ckpt.trainee import OUT_OF_MEMORY, Outcome
 from tf_ckpt.transform import remove
 
@@ -59,7 +61,7 @@ class Package:
         try:
             content = pickle.dumps(content)
         except Exception as error:
-            raise CheckpointError(_cannot(plain, f"its loss cannot be pickled ({error})")) from error
+            raise CheckpointError(_cannot(plain, f"its loss cannot be pickled ({first_line(error)})")) from error
         self.name = plain.name
         self._folder = tempfile.TemporaryDirectory(prefix="tf_ckpt-")
         self._tasks, self._idle = 0, []
@@ -71,7 +73,7 @@ class Package:
             self._folder.cleanup()
             if not isinstance(error, Exception):
                 raise
-            raise CheckpointError(_cannot(plain, f"it cannot be saved ({error})")) from error
+            raise CheckpointError(_cannot(plain, f"it cannot be saved ({first_line(error)})")) from error
 
     def path(self, name):
         return os.path.join(self._folder.name, name)
@@ -207,6 +209,25 @@ class Child:
             self._process.end()
 
 
+def simulated_bytes(memory):
+    """Returns the bytes of a simulated device that has `memory`, which are whole MiB.
+
+    Args:
+        memory: Bytes as an integer, or a string such as `"6GiB"`.
+    """
+    if isinstance(memory, float) and 0 < memory < 1:
+        raise CheckpointError(f"`memory` must be a size here, not a share. Received: memory={memory!r}")
+    size = memory_bytes(memory, 0)
+    if size < MIB:
+        raise CheckpointError(f"A simulated device has 1 MiB of memory or more. Received: memory={memory!r}")
+    return size // MIB * MIB
+
+
+def check_verbose(verbose):
+    if not (verbose == "auto" if isinstance(verbose, str) else isinstance(verbose, int) and verbose in (0, 1)):
+        raise CheckpointError(f'`verbose` must be "auto", 0 or 1. Received: verbose={verbose!r}')
+
+
 def _environment():
     paths = [os.getcwd() if entry == "" else entry for entry in sys.path]
     environment = {
@@ -236,4 +257,4 @@ def _classes(model):
 
 
 def _cannot(model, why):
-    return f"Model '{model.name}' cannot be trained in a process of its own: {why}."
+    return f"Model '{model.name}' cannot be trained in a process of its own: {why.rstrip('. ')}."

@@ -428,13 +428,15 @@ def held_variables(owner):
             waiting += sorted((x for x in value if isinstance(x, _HOLDERS)), key=lambda x: str(getattr(x, "name", "")))
         elif isinstance(value, _HOLDERS):
             own = getattr(value, "__dict__", {})
-            waiting += [own[name] for name in sorted(own, reverse=True) if name not in _BESIDE]
+            waiting += [
+                own[name] for name in sorted(own, reverse=True) if name not in _BESIDE and not name.startswith("_self_")
+            ]
     raw = {id(v._value) for v in found.values() if isinstance(v, keras.Variable)}
     return [v for number, v in found.items() if number not in raw]
 
 
 _HOLDERS = (KerasSaveable, keras.random.SeedGenerator, tf.Module, tf.random.Generator)
-# What was compiled: state of the copies that train, and of the model where it trains, of which those who ask know.
+# Records of Keras (those of TensorFlow begin with "_self_"), and what was compiled, which is apart from a model's own state.
 _BESIDE = (
     *("_tracker", "_obj_reference_counts_dict", "_inbound_nodes", "_outbound_nodes", "_operations", "_nodes"),
     *("optimizer", "_optimizer", "_compile_loss", "_compile_metrics", "_loss_tracker", "_compile_config", "_metrics"),
@@ -464,7 +466,12 @@ def check_step(twin, batch):
         twin: A compiled model that has not trained.
         batch: Tuple `(x,)`, `(x, y)` or `(x, y, sample_weight)` of arrays.
     """
-    specs = tree.map_structure(lambda a: keras.KerasTensor(a.shape, keras.backend.standardize_dtype(a.dtype)), batch)
+
+    def spec(array):
+        text = array.dtype.kind in "OSU"
+        return keras.KerasTensor(array.shape, "string" if text else keras.backend.standardize_dtype(array.dtype))
+
+    specs = tree.map_structure(spec, batch)
     x, y, weight = (*specs, None, None)[:3]
     predicted = compute_output_spec(twin, x, training=False)
     compute_output_spec(twin.compute_loss, x, y, predicted, sample_weight=weight)

@@ -61,7 +61,9 @@ def digest(variables):
     found = hashlib.sha256()
     for parts in read(variables):
         for value in parts:
-            found.update(repr((value.dtype, value.shape)).encode() + np.ascontiguousarray(value).tobytes())
+            value = np.asarray(value)  # of text it is an object, whose bytes would be an address
+            data = repr(value.tolist()).encode() if value.dtype == object else np.ascontiguousarray(value).tobytes()
+            found.update(repr((value.dtype, value.shape)).encode() + data)
     return found.hexdigest()
 
 
