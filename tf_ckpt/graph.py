@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import sys
 import threading
+import weakref
 
 import keras
 import tensorflow as tf
@@ -635,13 +636,33 @@ def wrap_step(model, wrapper):
     if original is None:  # a loop of the user's own
         return
 
+    # A callback that ends the `fit` before this batch leaves the wrapper behind. It is taken off when Keras lets go of that
+    # fit's callbacks, and until then (a traceback may hold them) it does nothing in another.
+    around = _of_caller(_callback_list)
+    asked = None if around is None else weakref.ref(around)
+
     def once(*args, **kwargs):
         if model.train_function is once:
             model.train_function = original
-        return wrapper(original, *args, **kwargs)
+        late = asked is not None and asked() is not _of_caller(_callback_list)
+        return original(*args, **kwargs) if late else wrapper(original, *args, **kwargs)
 
     once._tf_ckpt_once = True
     model.train_function = once
+    if around is not None:
+        weakref.finalize(around, _take_off, weakref.ref(model), weakref.ref(once)).atexit = False
+
+
+def _take_off(model, once):
+    model, once = model(), once()
+    if once is not None and model is not None and model.__dict__.get("train_function") is once:
+        unwrap_step(model)
+
+
+def _callback_list(names):
+    """Returns the `CallbackList` among the local variables of a `fit` or of one of its own methods."""
+    found = (names.get("self"), names.get("callbacks"))
+    return next((x for x in found if isinstance(x, keras.callbacks.CallbackList)), None)
 
 
 def unwrap_step(model):
@@ -674,10 +695,8 @@ def _of_caller(find):
 def callbacks_around():
     """Returns the callbacks of the `fit` that is calling one, in order; Keras does not tell them of each other."""
 
-    def find(names):
-        return names["self"].callbacks if isinstance(names.get("self"), keras.callbacks.CallbackList) else None
-
-    return list(_of_caller(find) or ())
+    around = _of_caller(_callback_list)
+    return [] if around is None else list(around.callbacks)
 
 
 def batch_size_around():
