@@ -325,6 +325,15 @@ def test_a_turn_is_not_the_end_of_training(scaled):
     assert (counted, L.Dense(1).name) == ("dense_1", "dense_2")  # names go on as if nothing was made
 
 
+def test_a_step_that_raises_in_a_process_of_its_own_is_not_called_a_model_that_cannot_be_loaded():
+    model = keras.Sequential([keras.Input((16,)), L.Dense(8, activation="gelu"), L.Dense(4)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), run_eagerly=True)
+    with pytest.raises(
+        CheckpointError, match=r"A step of model .* in a process of its own, raised InvalidArgumentError.*[^.]\.$"
+    ):
+        compare(model, data()[0], np.full(48, 9), [], 1, isolate=True, verbose=0)
+
+
 def test_batches_of_a_pydataset():
     x, y = data()
 

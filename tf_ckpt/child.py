@@ -186,6 +186,10 @@ class Child:
         answer = self._last
         if "outcome" in answer:
             return Outcome(*answer["outcome"])
+        if "error" in answer and self._ready:  # it was loaded: the data or the model's code are to blame
+            raise CheckpointError(
+                f"A step of model '{self._package.name}', in a process of its own, raised {answer['error'].rstrip('. ')}."
+            )
         if "error" in answer:
             raise CheckpointError(_cannot(self._package, f"there it raised {answer['error']}"))
         text, status = self._process.errors(), answer["ended"]
