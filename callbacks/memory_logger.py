@@ -58,7 +58,8 @@ class MemoryLogger(keras.callbacks.Callback):
       - `"eager timing"`: with `run_eagerly=True`, the time of the calls that re-run, from up to three batches.
       - `"forward probe"`: where neither is to be had or the profile is uncertain, and `probe_data` was given: the forward of
         the recomputed parts alone, timed, as a share of the shortest step. It runs all of them, where a re-run leaves out
-        what the backward pass does not need, and so is higher than what a profile says.
+        what the backward pass does not need, and all at once, where a step has one after the other: it may be some points
+        off either way.
       - `"forward probe (uncertain)"`: the same, but more than 15 % of its time went into starting it, not into work. In small
         models it may be several times too high.
       - `"nothing is recomputed"`, or `"unknown"` with the reason in `recompute_overhead_note`.
