@@ -51,9 +51,6 @@ def writes():
 def exits():
     raise SystemExit(5)
 
-class Unknown(keras.layers.Dense):
-    pass
-
 def raises():
     raise RuntimeError("two\\nlines")
 """
@@ -133,7 +130,8 @@ def folder(tmp_path_factory):
 
     cli_models.small().save(folder / "model.keras")
     (folder / "exits.py").write_text("import sys; sys.exit(3)")
-    for name, layer in (("unknown", cli_models.Unknown(4)), ("lambda", L.Lambda(lambda x: 2 * x, output_shape=(8,)))):
+    unknown = type("Unknown", (L.Dense,), {"__module__": "not_here"})
+    for name, layer in (("unknown", unknown(4)), ("lambda", L.Lambda(lambda x: 2 * x, output_shape=(8,)))):
         keras.Sequential([keras.Input((8,)), layer]).save(folder / f"{name}.keras")
     sys.path.remove(str(folder))
     return folder

@@ -56,7 +56,9 @@ def _why_not(text):
     elsewhere = "give MODULE:FUNCTION, a function that makes the model, in place of the file"
     if "ambda" in text and ("safe_mode" in text or "unsafe" in text):
         return f"Keras does not load Lambda layers from a file, as their code could be anybody's: {elsewhere}"
-    unknown = re.search(r"Could not locate (?:class|function) '([^']+)'|Unknown (?:layer|object): '?([\w>.]+)", text)
+    unknown = re.search(
+        r"Could not (?:locate|deserialize) (?:class|function) '([^']+)'|Unknown (?:layer|object): '?([\w>.]+)", text
+    )
     if unknown:
         return (
             f"The file does not hold the code of '{unknown[1] or unknown[2]}': name the module that registers it with "
