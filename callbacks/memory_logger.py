@@ -10,7 +10,7 @@ import keras
 from tf_ckpt import graph as keras_graph
 from tf_ckpt import memory
 from tf_ckpt.callbacks import advice, forward_probe, run_table
-from tf_ckpt.callbacks.profiling import StepProfiler
+from tf_ckpt.callbacks.profiling import COVERED, StepProfiler
 from tf_ckpt.callbacks.readings import Readings, StepTimes, worst
 from tf_ckpt.callbacks.scalars import Scalars
 from tf_ckpt.errors import CheckpointError, CheckpointWarning
@@ -57,8 +57,11 @@ class MemoryLogger(keras.callbacks.Callback):
         XLA's convolutions on a CPU.
       - `"eager timing"`: with `run_eagerly=True`, the time of the calls that re-run, from up to three batches.
       - `"forward probe"`: where neither is to be had or the profile is uncertain, and `probe_data` was given: the forward of
-        the recomputed parts alone, timed, as a share of `step_time_ms`. It runs all of them, where a re-run leaves out
-        what the backward pass does not need, and so is a few points too high.
+        the recomputed parts alone, timed, as a share of the shortest step. It runs all of them, where a re-run leaves out
+        what the backward pass does not need, and all at once, where a step has one after the other: it may be some points
+        off either way.
+      - `"forward probe (uncertain)"`: the same, but more than 15 % of its time went into starting it, not into work. In small
+        models it may be several times too high.
       - `"nothing is recomputed"`, or `"unknown"` with the reason in `recompute_overhead_note`.
 
     Callbacks run in the order of the list, and each sees what those before it wrote. History and the progress bar come
@@ -87,7 +90,8 @@ class MemoryLogger(keras.callbacks.Callback):
         probe_data: Optional inputs of one batch, as for a call of the model: used if the profile fails.
 
     Raises:
-        CheckpointError: If an argument is not one of the values above.
+        CheckpointError: If an argument is not one of the values above; when training begins, if `log_dir` cannot be written
+            to, or the model cannot be called with `probe_data`.
 
     Example:
 
@@ -107,15 +111,16 @@ class MemoryLogger(keras.callbacks.Callback):
     def __init__(self, update_freq="epoch", reset=True, verbose=0, *, profile_batches="auto", log_dir=None, probe_data=None):
         super().__init__()
         counted = _whole(update_freq) and update_freq > 0
-        if not counted and update_freq not in ("epoch", "batch"):
+        if not counted and not (isinstance(update_freq, str) and update_freq in ("epoch", "batch")):
             raise CheckpointError(
                 f'`update_freq` must be "epoch", "batch" or a positive number of batches. Received: update_freq={update_freq!r}'
             )
         if not isinstance(reset, bool):
             raise CheckpointError(f"`reset` must be True or False. Received: reset={reset!r}")
-        if verbose not in (0, 1):
+        if not (isinstance(verbose, int) and verbose in (0, 1)):
             raise CheckpointError(f"`verbose` must be 0 or 1. Received: verbose={verbose!r}")
-        if not (_whole(profile_batches) and profile_batches >= 0) and profile_batches != "auto":
+        counted = _whole(profile_batches) and profile_batches >= 0
+        if not counted and not (isinstance(profile_batches, str) and profile_batches == "auto"):
             raise CheckpointError(
                 '`profile_batches` must be "auto", 0 or a positive number of batches. '
                 f"Received: profile_batches={profile_batches!r}"
@@ -128,13 +133,16 @@ class MemoryLogger(keras.callbacks.Callback):
         self.log_dir = None if log_dir is None else os.fspath(log_dir)
         self.probe_data = probe_data
         self._every = {"epoch": 0, "batch": 1}.get(update_freq, update_freq)
-        self._in_fit = False
+        self._in_fit, self._scalars = False, None
         self._advice = advice.Advice()
         self._profiler = StepProfiler(profile_batches)
         self._begin_run(names=())
 
     def report(self):
         """The figures of the last `fit` (or of an `evaluate` after it), as plain data.
+
+        Within a `fit`, and after one that was interrupted, they are those of the batches that ran so far. Profiles that were
+        taken are then read, which takes a moment.
 
         Returns:
             A dict. What was not measured or is not known is `None`.
@@ -150,8 +158,11 @@ class MemoryLogger(keras.callbacks.Callback):
             - the plan's `predicted_peak_memory_mib`, `predicted_held_mib` (weights and optimizer slots),
               `predicted_plain_peak_memory_mib`, `predicted_recompute_overhead` (of the step with recompute, in the unit
               `predicted_recompute_overhead_unit`), for batches of `predicted_batch_size`;
-            - `epochs`: a list of dicts with each epoch's figures.
+            - `epochs`: a list of dicts with the figures of each epoch that ended.
         """
+        if self._in_fit:
+            self._profiler.read()
+            self._update_overhead()
         train, includes_first_step = self._train.of_run()
         val, _ = self._val.of_run()
 
@@ -182,13 +193,16 @@ class MemoryLogger(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         from tf_ckpt.transform import had_plan, plan_of  # here, as `tf_ckpt` imports its callbacks
 
-        self._in_fit = True
         self._begin_run(_measurable(self.reset))
+        if self.probe_data is not None:
+            forward_probe.check(self.model, self.probe_data)
+        self._close()
+        self._scalars = Scalars(self, self.log_dir)
+        self._in_fit = True
         self._plan = plan_of(self.model)
         self._batch_size = keras_graph.batch_size_around()
         self._recomputes = advice.recomputes(self.model, self._plan)
         self._update_overhead()
-        self._scalars = Scalars(self, self.log_dir)
         self._advice.at_begin(self.model, self._plan, self._plan is None and had_plan(self.model))
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -236,7 +250,7 @@ class MemoryLogger(keras.callbacks.Callback):
         keras_graph.unwrap_step(self.model)
         self._profiler.read()
         self._update_overhead()
-        self._scalars.close()
+        self._close()
         report = self.report()
         self._advice.at_end(self.model, self._plan, report)
         if self.verbose:
@@ -259,6 +273,15 @@ class MemoryLogger(keras.callbacks.Callback):
         if not self._in_fit:
             self._val.end_epoch()
 
+    def __getstate__(self):
+        # Event files are open for one process and one fit.
+        return {**self.__dict__, "_scalars": None}
+
+    def _close(self):
+        scalars, self._scalars = self._scalars, None
+        if scalars is not None:
+            scalars.close()
+
     def _begin_run(self, names):
         self._meter = memory.PeakMeter(names, reset=self.reset)
         self._train = Readings(tell_first=self.reset)
@@ -280,8 +303,16 @@ class MemoryLogger(keras.callbacks.Callback):
             if self._probed is None:
                 self._probed = forward_probe.seconds(self.model, self.probe_data)
             # The least of both: a machine that others use is slower at one moment than at another.
-            self._overhead["recompute_overhead"] = self._probed / min(self._times.run)
+            seconds, dispatch = self._probed
+            self._overhead["recompute_overhead"] = seconds / min(self._times.run)
             self._overhead["recompute_overhead_source"] = "forward probe"
+            self._overhead["recompute_overhead_note"] = ""
+            if dispatch > (1 - COVERED) * seconds:
+                self._overhead["recompute_overhead_source"] += " (uncertain)"
+                share = min(1.0, dispatch / seconds)
+                self._overhead["recompute_overhead_note"] = (
+                    f"{share:.0%} of the probe's time went into its start, not into work"
+                )
 
     def _steps_in_execution(self, first):
         # Keras names the step that an execution would end with if there were enough data.

@@ -34,7 +34,8 @@ class Readings:
         return usage
 
     def of_run(self):
-        return self._or_first(self._run, self.first)
+        """The usage of all batches so far, those of an epoch that has not ended or was interrupted too."""
+        return self._or_first(memory.merge(self._run, self._epoch), self.first)
 
     def _or_first(self, usage, first):
         if usage:

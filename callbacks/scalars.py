@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 
 from tf_ckpt import graph as keras_graph
+from tf_ckpt.errors import CheckpointError, first_line
 
 _SCALAR = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"}, data_class="DATA_CLASS_SCALAR")
 
@@ -20,7 +21,7 @@ class Scalars:
     """
 
     def __init__(self, callback, log_dir):
-        self._own = None if log_dir is None else tf.summary.create_file_writer(log_dir)
+        self._own = None if log_dir is None else _writer(log_dir)
         around = keras_graph.callbacks_around()
         place = next((i for i, other in enumerate(around) if other is callback), 0)
         self._boards = [
@@ -47,6 +48,18 @@ class Scalars:
     def close(self):
         if self._own is not None:
             self._own.close()
+
+
+def _writer(log_dir):
+    try:
+        tf.io.gfile.makedirs(log_dir)
+        writer = tf.summary.create_file_writer(log_dir)
+        writer.init()  # makes the file, so that one that cannot be made is told before training
+    except (tf.errors.OpError, OSError) as error:
+        raise CheckpointError(
+            f"`log_dir` must be a directory that can be written to: {first_line(error)}. Received: log_dir={log_dir!r}"
+        ) from error
+    return writer
 
 
 def _write(writer, kind, figures, step):

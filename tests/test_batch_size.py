@@ -14,7 +14,7 @@ from cases import numbers
 from test_compare import everything, local_model
 
 import tf_ckpt
-from tf_ckpt import CheckpointError, costs, graph, max_batch_size
+from tf_ckpt import CheckpointError, batch_size, costs, graph, max_batch_size
 from tf_ckpt.stages import Stages
 
 L = keras.layers
@@ -151,21 +151,51 @@ def test_costs_between_two_batch_sizes_give_the_chain_of_one():
     assert costs.MIB == MIB
 
 
+def test_wrong_data_start_no_process(monkeypatch):
+    monkeypatch.setattr(batch_size, "Package", None)
+    x, y = np.asarray(numbers(2, 64, 8)), np.asarray(numbers(2, 9, 64))
+    with pytest.raises(CheckpointError, match=r"cannot take these data: .*[^.]\. Received: x of shape \(2, 64, 8\) and y of"):
+        max_batch_size(net(8, 2), "8MiB", x=x, y=y, verbose=0)
+
+
+def test_a_simulated_device_has_whole_mib(monkeypatch):
+    def stop(model, arguments):
+        raise KeyboardInterrupt
+
+    asked = []
+    monkeypatch.setattr(batch_size, "Package", stop)
+    monkeypatch.setattr(batch_size._Prediction, "largest", lambda self, limit: asked.append(limit) or 1)
+    with pytest.raises(KeyboardInterrupt):
+        max_batch_size(net(8, 2), 64 * MIB + 7, verbose=0)
+    assert asked == [64 * MIB] * 2
+    assert max_batch_size(net(8, 2), 64 * MIB + 7, verify=False).memory_bytes == 64 * MIB + 7
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"memory": "six"}, CheckpointError, "memory='six'"),
         ({"memory": 0.5}, CheckpointError, "memory=0.5"),
-        ({"memory": None}, CheckpointError, "memory=None"),
+        ({"memory": None}, CheckpointError, "in bytes or as text such as '6GiB'. Received: memory=None"),
+        ({"memory": 2**20 - 1, "verify": True}, CheckpointError, "1 MiB of memory or more.*memory=1048575"),
         ({"memory": [1]}, TypeError, r"memory=\[1\]"),
         ({"strategy": "sqr"}, CheckpointError, "strategy='sqr'"),
-        ({"strategy": tf_ckpt.plan(net(8, 2), "full")}, TypeError, "a plan is for one batch size"),
+        ({"strategy": tf_ckpt.plan(net(8, 2), "full")}, TypeError, "a plan is for one batch size.{,200}$"),
         ({"target": 0.5}, CheckpointError, "target=0.5"),
         ({"most": 0}, CheckpointError, "most=0"),
         ({"most": 2.5}, TypeError, "most=2.5"),
         ({"verify": 1}, TypeError, "verify=1"),
         ({"verbose": 7}, CheckpointError, "verbose=7"),
-        ({"optimizer": 3}, (TypeError, ValueError), "3"),
+        ({"optimizer": 3}, TypeError, "optimizer=3"),
+        ({"loss": "bogus"}, CheckpointError, "loss='bogus'"),
+        ({"jit_compile": "maybe"}, CheckpointError, "jit_compile='maybe'"),
+        ({"y": np.zeros((3, 2))}, CheckpointError, "x=None, y=array"),
+        ({"x": np.zeros((3, 64, 8))}, CheckpointError, "The loss 'mse' needs targets. Received: y=None"),
+        (
+            {"x": np.zeros((3, 5)), "y": np.zeros((3, 2))},
+            CheckpointError,
+            r"cannot take these data: [^.]*\. Received: x of shape",
+        ),
         ({"model": local_model, "verify": True}, CheckpointError, r"Mine is defined in a function.*verify=False"),
         ({"model": lambda: keras.Sequential([keras.Input((8,), batch_size=4), L.Dense(1)])}, CheckpointError, "no batch size"),
         ({"model": lambda: 3}, TypeError, "model=3"),

@@ -36,6 +36,21 @@ def data():
 def nothing():
     return None
 
+def fixed():
+    inputs = keras.Input(batch_shape=(6, 16))
+    model = keras.Model(inputs, keras.layers.Dense(2)(keras.layers.Dense(16, activation="gelu")(inputs)))
+    model.compile("sgd", "mse")
+    return model
+
+def writes():
+    import ctypes, os
+    os.write(1, b"neither is this\\n")
+    ctypes.CDLL(None).puts(b"nor this")
+    return fixed()
+
+def exits():
+    raise SystemExit(5)
+
 def raises():
     raise RuntimeError("two\\nlines")
 """
@@ -45,6 +60,7 @@ GOOD = {
     "plan": "plan model.keras --import cli_models --batch-size 64 --memory 2MiB --plot plan.png --save plan.json",
     "compare": "compare cli_models:small --data cli_models:data --batch-size 4 --strategies full --steps 1 --plot c.png --json",
     "max-batch": "max-batch cli_models:small --memory 4MiB --strategy full --no-verify --save largest.json --json",
+    "writes": "plan cli_models:writes --json",
     "max-batch trained": "max-batch cli_models:small --memory 8GiB --strategy none --most 2",
 }
 QUICK = {"missing file": ("plan missing.keras", "There is no such file. Received: 'missing.keras'")}
@@ -73,6 +89,26 @@ MORE = {
     "no data": ("compare cli_models:small --data cli_models:nothing", "must return (x, y)"),
     "raises": ("max-batch cli_models:raises --memory 1MiB", "RuntimeError: two lines"),
     "not a number": ("plan cli_models:small --batch-size none", "Received: 'none'"),
+    "huge number": (
+        "plan cli_models:small --batch-size 99999999999999999999999",
+        "--batch-size: must be a positive whole number, 2,147,483,647 at most. Received: '99999999999999999999999'",
+    ),
+    "exits": ("plan cli_models:exits", "The function ended the program: SystemExit(5). Received: 'cli_models:exits'"),
+    "exiting module": ("plan exits:small", "Module 'exits' cannot be imported: SystemExit: 3"),
+    "unknown loss": ("max-batch cli_models:small --memory 8MiB --no-verify --loss bogus", "Received: loss='bogus'"),
+    "unknown optimizer": ("plan cli_models:small --optimizer bogus", "Received: optimizer='bogus'"),
+    "no memory": ("max-batch cli_models:small", "say it with --memory"),
+    "no budget": ("plan cli_models:small --strategy budget", "say it with --memory"),
+    "other batch": ("compare cli_models:fixed --batch-size 32 --strategies none", "takes batches of 6 only"),
+    "lambda": (
+        "plan lambda.keras",
+        "does not load Lambda layers from a file, as their code could be anybody's: give MODULE:FUNC",
+    ),
+    "unregistered": ("plan unknown.keras", "does not hold the code of 'Unknown': name the module that registers it"),
+    # Files are checked before anything is done: there is no such module.
+    "picture": ("compare no_module:small --plot c.bogus", "matplotlib draws"),
+    "no folder": ("max-batch no_module:small --save none/p.json", "its folder does not exist. Received: path='none/p.json'"),
+    "a folder": ("plan no_module:small --save .", "it is a folder. Received: path='.'"),
     "no command": ("", "COMMAND"),
     "unknown option": ("plan cli_models:small --nope", "unrecognized arguments: --nope"),
 }
@@ -93,6 +129,10 @@ def folder(tmp_path_factory):
     import cli_models
 
     cli_models.small().save(folder / "model.keras")
+    (folder / "exits.py").write_text("import sys; sys.exit(3)")
+    unknown = type("Unknown", (L.Dense,), {"__module__": "not_here"})
+    for name, layer in (("unknown", unknown(4)), ("lambda", L.Lambda(lambda x: 2 * x, output_shape=(8,)))):
+        keras.Sequential([keras.Input((8,)), layer]).save(folder / f"{name}.keras")
     sys.path.remove(str(folder))
     return folder
 
@@ -205,6 +245,54 @@ def test_errors_take_one_line_in_this_process(folder, name, capsys, monkeypatch)
     except SystemExit as error:
         status = error.code
     check_error(status, *capsys.readouterr(), MORE[name][1])
+
+
+@pytest.mark.parametrize("option", ["--strategy", "--optimizer", "--save", "--memory", "--plot", "--layers", "--import"])
+def test_empty_values_are_refused(option, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["plan", "cli_models:small", option, ""])
+    check_error(end.value.code, *capsys.readouterr(), "must not be empty. Received: ''")
+
+
+def test_code_that_ends_the_program_is_an_error(folder, capsys, monkeypatch):
+    def ends(*_, **__):
+        raise SystemExit(0)
+
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setattr(tf_ckpt, "plan", ends)
+    check_error(cli.main(["plan", "cli_models:small"]), *capsys.readouterr(), "ended the program: SystemExit(0)")
+
+
+def test_the_result_is_printed_though_a_file_cannot_be_written(folder, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setattr(os, "fsync", full)
+    assert cli.main(["plan", "cli_models:small", "--save", "full.json", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["strategy"] == "sqrt"
+    assert err.splitlines()[-1] == "tf-ckpt plan: error: [Errno 28] No space left on device: 'full.json'"
+    assert not list(folder.glob("full.json*"))
+
+
+def test_what_is_written_to_the_descriptor_is_not_the_result(runs):
+    assert json.loads(result(runs, "writes"))["batch_size"] == 6
+    assert "neither is this\nnor this" in runs[1]["writes"].stderr
+
+
+def test_an_interrupt_while_tensorflow_is_imported_takes_one_line(tmp_path):
+    package = tmp_path / "tensorflow"
+    package.mkdir()
+    package.joinpath("__init__.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT); signal.pause()")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(tf_ckpt.__file__).parent.parent)])}
+    command = [sys.executable, "-m", "tf_ckpt", "plan", "x"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "tf-ckpt: interrupted\n")
 
 
 def check_error(status, stdout, stderr, message):

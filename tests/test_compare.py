@@ -115,8 +115,15 @@ def test_peaks_are_those_of_the_step():
 def test_an_exception_in_training_leaves_everything_as_it_was():
     model, x, _ = trained()
     before = everything(model)
-    with pytest.raises(Exception, match=r"(?i)shape|dimension"):
+    with pytest.raises(CheckpointError, match=r"cannot take these data.*y of shape \(16, 5, 7\)"):
         compare(model, x, np.zeros((len(x), 5, 7), "float32"), ["sqrt"], 2, batch_size=16, verbose=0)
+    assert everything(model) == before
+
+    def fails(y, predicted):
+        return tf.debugging.check_numerics(keras.ops.mean(predicted) * np.nan, "mine")
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="mine"):
+        compare(model, x, data()[1], ["sqrt"], 2, batch_size=16, loss=fails, verbose=0)
     assert everything(model) == before
 
     def strategy(chain):
@@ -226,6 +233,123 @@ def test_two_replicas():
     assert ours["equal"] is True
 
 
+def fit_losses(model, x, y, size):
+    """The losses of single batches in a `fit`."""
+    found = []
+
+    class Alone(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            self.model.reset_metrics()
+
+        def on_train_batch_end(self, batch, logs=None):
+            found.append(logs["loss"])
+
+    model.fit(x, y, batch_size=size, shuffle=False, verbose=0, callbacks=[Alone()])
+    return tuple(found)
+
+
+class Holds(L.Layer):
+    """Variables that Keras' `variables` do not have: a container that it does not track, TensorFlow's own, a metric."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.raw = tf.Variable(1.0)
+        self.metric = keras.metrics.Sum()
+        self.inside = {"rnn": (L.GRU(4, stateful=True, return_sequences=True),)}
+
+    def build(self, shape):
+        self.inside["rnn"][0].build(shape)
+
+    def call(self, x):
+        self.raw.assign_add(1.0)
+        self.metric.update_state(keras.ops.mean(x))
+        return self.inside["rnn"][0](x) * self.raw
+
+
+def stateful(kind):
+    inputs = x = keras.Input(batch_shape=(8, 3, 4))
+    x = L.Dense(4, activation="gelu")(x)
+    if kind == "both ways":
+        x = L.Bidirectional(L.LSTM(4, stateful=True, return_sequences=True))(x)
+    elif kind == "nested":
+        inner = keras.Input(batch_shape=(8, 3, 4))
+        cells = L.StackedRNNCells([L.LSTMCell(4), L.GRUCell(4)])
+        x = keras.Model(inner, L.RNN(cells, stateful=True, return_sequences=True)(inner))(x)
+    else:
+        x = Holds()(x)
+    model = keras.Model(inputs, L.Dense(1)(L.Dense(4, activation="gelu")(x)))
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:'holds' runs plain in every plan")
+@pytest.mark.parametrize("kind", ["both ways", "nested", "held"])
+def test_state_beside_the_variables_is_put_back_and_not_shared(kind):
+    model = stateful(kind)
+    x, y = np.asarray(numbers(32, 3, 4)), np.ones((32, 3, 1), "float32")
+    model.fit(x[:8], y[:8], batch_size=8, verbose=0)
+    before = snapshot.digest(variables := snapshot.state_variables(model))
+    assert {id(v) for v in model.variables} < {id(v) for v in variables}
+    found = compare(model, x, y, ["none", "none"], 1, verbose=0)  # in batches of 8, which the model states
+    assert found.batch_size == 8
+    assert snapshot.digest(snapshot.state_variables(model)) == before
+    assert [row.equal for row in found.rows] == [True] * 3
+    assert found.rows[0].losses == fit_losses(model, x[:24], y[:24], 8)
+    with pytest.raises(CheckpointError, match=r"takes batches of 8 only.*batch_size=16"):
+        compare(model, x, y, ["none"], 1, batch_size=16, verbose=0)
+
+
+def test_states_travel_to_processes_of_their_own():
+    model = stateful("both ways")
+    x, y = np.asarray(numbers(32, 3, 4)), np.ones((32, 3, 1), "float32")
+    model.fit(x[:8], y[:8], batch_size=8, verbose=0)
+    found = compare(model, x, y, [], 1, verbose=0, memory=64 * MIB + 5)
+    assert found.memory_bytes == 64 * MIB
+    assert "a simulated device of 64 MiB" in str(found)
+    assert found.rows[0].losses == fit_losses(model, x[:24], y[:24], 8)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_turn_is_not_the_end_of_training(scaled):
+    optimizer = keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.9)
+    optimizer = keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer
+    model = net(depth=1)
+    model.compile(optimizer, "mse")
+    x, y = data()
+    optimizer.build(model.trainable_variables)  # so that it is the model's own that trains
+    L.Dense(1)
+    counted = L.Dense(1).name  # dense_1
+    found = compare(model, x, y, [], 1, batch_size=16, verbose=0)
+    assert "finalize_variable_values" not in vars(optimizer)
+    assert found.rows[0].losses == fit_losses(model, x, y, 16)
+    assert (counted, L.Dense(1).name) == ("dense_1", "dense_2")  # names go on as if nothing was made
+
+
+def test_a_step_that_raises_in_a_process_of_its_own_is_not_called_a_model_that_cannot_be_loaded():
+    model = keras.Sequential([keras.Input((16,)), L.Dense(8, activation="gelu"), L.Dense(4)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), run_eagerly=True)
+    with pytest.raises(
+        CheckpointError, match=r"A step of model .* in a process of its own, raised InvalidArgumentError.*[^.]\.$"
+    ):
+        compare(model, data()[0], np.full(48, 9), [], 1, isolate=True, verbose=0)
+
+
+def test_batches_of_a_pydataset():
+    x, y = data()
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, number):
+            return x[16 * number :][:16], y[16 * number :][:16]
+
+    model = net(depth=1)
+    model.compile("sgd", "mse")
+    found = compare(model, Batches(), strategies=[], steps=1, verbose=0)
+    assert found.rows[0].losses == compare(model, x[:32], y[:32], [], 1, batch_size=16, verbose=0).rows[0].losses
+
+
 def local_model():
     class Mine(L.Dense):
         pass
@@ -248,9 +372,21 @@ def local_model():
         ({"memory": 0.5}, CheckpointError, "memory=0.5"),
         ({"memory": "1GiB", "isolate": False}, CheckpointError, "isolate=False"),
         ({"optimizer": 3}, (TypeError, ValueError), "3"),
+        ({"optimizer": "bogus"}, CheckpointError, "optimizer='bogus'"),
         ({"loss": None}, CheckpointError, "is not compiled"),
+        ({"loss": "bogus"}, CheckpointError, "loss='bogus'"),
+        ({"loss": ["mse", 3]}, CheckpointError, r"loss=\['mse', 3\]"),
+        ({"jit_compile": "maybe"}, CheckpointError, "jit_compile='maybe'"),
+        ({"isolate": "yes"}, TypeError, "isolate='yes'"),
+        ({"memory": 2**20 - 1}, CheckpointError, "1 MiB of memory or more.*memory=1048575"),
+        ({"verbose": np.ones(2)}, CheckpointError, "verbose=array"),
         ({"verbose": 7}, CheckpointError, "verbose=7"),
         ({"x": iter([1])}, TypeError, "`x` must be arrays"),
+        ({"x": [[1.0] * 16] * 48}, TypeError, r"`x` must be arrays: `numpy.asarray`.{,200}$"),
+        ({"x": np.ones((48, 3))}, CheckpointError, r"cannot take these data.*x of shape \(32, 3\)"),
+        ({"x": tf.sparse.from_dense(np.eye(16))}, TypeError, "dense arrays. Received: a SparseTensor"),
+        ({"y": None}, CheckpointError, "The loss 'mse' needs targets. Received: y=None"),
+        ({"y": np.array([["a", "b"]] * 48)}, CheckpointError, "`y` must hold numbers. Received: y of dtype <U1"),
         ({"y": np.zeros((3, 2))}, CheckpointError, "same number of samples"),
         ({"model": local_model, "isolate": True}, CheckpointError, r"class local_model.<locals>.Mine is defined in a function"),
         ({"model": lambda: L.Dense(2)}, TypeError, "must be a `keras.Model`"),

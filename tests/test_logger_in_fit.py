@@ -1,12 +1,15 @@
 """`MemoryLogger` against the allocator and TensorFlow itself, in every mode in which `fit` runs."""
 
+import contextlib
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 
 import keras
 import numpy as np
@@ -162,10 +165,94 @@ def test_forward_probe_where_nothing_is_profiled(mode):
     logger = MemoryLogger(profile_batches=0, probe_data=x[:BATCH])
     model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[logger])
     report = logger.report()
-    assert report["recompute_overhead_source"] == "forward probe"
+    assert report["recompute_overhead_source"].startswith("forward probe")
     assert report["recompute_overhead"] > 0
+    before = model.optimizer.iterations.numpy()
     with pytest.raises(ValueError, match=r"`probe_data` must be inputs of one batch.*\(64, 3\)"):
-        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[MemoryLogger(profile_batches=0, probe_data=x[:BATCH, :3])])
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[MemoryLogger(probe_data=x[:BATCH, :3])])
+    with pytest.raises(ValueError, match=r"`probe_data` must be inputs of one batch.*'nothing'"):
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[MemoryLogger(probe_data="nothing")])
+    assert model.optimizer.iterations.numpy() == before  # no batch was lost
+
+
+@pytest.mark.parametrize(("start", "source"), [(0.001, "forward probe"), (0.3, "forward probe (uncertain)")])
+def test_a_probe_of_little_more_than_its_start_is_uncertain(monkeypatch, start, source):
+    from tf_ckpt.callbacks import forward_probe
+
+    monkeypatch.setattr(forward_probe, "seconds", lambda model, inputs: (1.0, start))
+    model, (x, y) = checkpointed(**MODES["graph"]), data(3)
+    logger = MemoryLogger(profile_batches=0, probe_data=x[:BATCH])
+    model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[logger])
+    report = logger.report()
+    assert report["recompute_overhead_source"] == source
+    assert report["recompute_overhead_note"] == (
+        "" if start < 0.1 else "30% of the probe's time went into its start, not into work"
+    )
+
+
+def test_a_small_probe_is_mostly_its_start():
+    inputs = x = keras.Input((8,))
+    for _ in range(2):
+        x = keras.layers.Dense(8, activation="gelu")(x)
+    model = tf_ckpt.apply(keras.Model(inputs, x), lambda chain: [(0, 2)], batch_size=2)
+    model.compile("sgd", "mse", jit_compile=False)
+    x, _ = data(1, 8)
+    from tf_ckpt.callbacks import forward_probe
+
+    seconds, start = forward_probe.seconds(model, x[:2])
+    assert start > 0.15 * seconds
+
+
+class Interrupts(keras.callbacks.Callback):
+    def __init__(self, at, look=None):
+        super().__init__()
+        self.at, self.look, self.seen = at, look, []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == self.at:
+            raise KeyboardInterrupt
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.look is not None:
+            self.seen.append(self.look.report())
+
+
+def test_the_report_of_an_interrupted_fit_tells_the_batches_that_ran():
+    logger, allocator = MemoryLogger(profile_batches=2), Allocator()
+    interrupts = Interrupts(6, logger)
+    model, (x, y) = checkpointed(**MODES["graph"]), data(8)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[logger, allocator, interrupts])
+    report = logger.report()
+    assert (report["batches"], report["epochs"]) == (6, [])
+    assert report["peak_memory_mib"] * MIB == max(allocator.peaks[1:6])
+    assert report["includes_first_step"] is False
+    assert report["step_time_ms"] > 0
+    assert report["profiled_batches"] == 2
+    assert report["recompute_overhead"] > 0
+    # And within the epoch, after each batch.
+    assert [seen["batches"] for seen in interrupts.seen] == [1, 2, 3, 4, 5, 6]
+    for number, seen in enumerate(interrupts.seen[1:], start=2):
+        assert seen["peak_memory_mib"] * MIB == max(allocator.peaks[1:number])
+    assert [seen["profiled_batches"] for seen in interrupts.seen] == [0, 0, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_an_interrupted_fit_leaves_no_wrapper(held):
+    logger, (x, y) = MemoryLogger(profile_batches=50), data(6)
+    model = checkpointed(**MODES["graph"])
+    step = model.make_train_function() or model.train_function
+    kept = None
+    try:
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[logger, Interrupts(4)])
+    except KeyboardInterrupt as error:
+        kept = error if held else None  # as an interactive session does
+    assert logger.report()["profiled_batches"] == 2
+    assert held or model.train_function is step
+    model.fit(x, y, batch_size=BATCH, verbose=0)  # without the logger, which is not to profile
+    assert model.train_function is step
+    assert logger.report()["profiled_batches"] == 2
+    del kept
 
 
 def test_forward_probe_changes_nothing():
@@ -178,7 +265,8 @@ def test_forward_probe_changes_nothing():
     before = [v.numpy() for v in model.variables]
     from tf_ckpt.callbacks import forward_probe
 
-    assert forward_probe.seconds(model, x[:BATCH]) > 0
+    forward_probe.check(model, x[:BATCH])
+    assert forward_probe.seconds(model, x[:BATCH])[0] > 0
     for variable, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value, err_msg=variable.path)
 
@@ -256,6 +344,30 @@ def test_scalars_are_written_without_tensorboard(tmp_path):
     peaks = [value for value in found if value.tag == "epoch_peak_memory_mib"]
     assert [float(tf.make_ndarray(value.tensor)) for value in peaks] == pytest.approx(history["peak_memory_mib"])
     assert {value.metadata.plugin_data.plugin_name for value in peaks[:1]} == {"scalars"}
+
+
+def test_a_log_dir_that_cannot_be_written_is_told_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    model, (x, y) = checkpointed(**MODES["graph"]), data(3)
+    for path in (tmp_path / "file", tmp_path / "file" / "inside"):
+        with pytest.raises(ValueError, match=r"`log_dir` must be a directory that can be written to.*log_dir='.*file"):
+            model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[MemoryLogger(log_dir=path)])
+    assert model.optimizer.iterations.numpy() == 0
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_logger_that_wrote_event_files_can_be_pickled(tmp_path, interrupted):
+    logger, (x, y) = MemoryLogger(log_dir=tmp_path), data(4)
+    model = tf_ckpt.apply(blocks(), "none")
+    model.compile("sgd", "mse", jit_compile=False)
+    with pytest.raises(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[logger, *([Interrupts(3)] if interrupted else [])])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # pickling the model, which a callback holds, stores the plain one
+        again = pickle.loads(pickle.dumps(logger))
+    assert again.report()["peak_memory_mib"] == logger.report()["peak_memory_mib"] > 0
+    model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[again])
+    assert len(list(tmp_path.glob("*tfevents*"))) == 2
 
 
 @pytest.mark.parametrize("first", ["logger", "board"])

@@ -10,7 +10,19 @@ def _is_command_line():
     return name.startswith("tf-ckpt") or (name == "-m" and "tf_ckpt" in sys.orig_argv)
 
 
+def _interrupted(*_):
+    """Ends the command line while TensorFlow is being imported, which takes seconds, as `cli.main` ends it later."""
+    os.write(_stderr, b"tf-ckpt: interrupted\n")
+    os._exit(130)
+
+
+_stderr, _watched = 2, False
 if _is_command_line():
+    import signal as _signal
+
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:  # not ignored, as in the background
+        _watched = True
+        _signal.signal(_signal.SIGINT, _interrupted)
     # Results without TensorFlow's start-up notes; memory that is counted on a CPU, too; a GPU that is shared with the processes
     # that measure. TensorFlow reads these when it is imported, which is below.
     for _name, _value in (
@@ -29,6 +41,7 @@ if _is_command_line():
         os.dup2(_stderr, 2)
         os.close(_stderr)
         os.close(_nowhere)
+        _stderr = 2
 
 # In a checkout that is not installed, `layers` and `callbacks` lie beside this folder, not in it.
 _root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -53,6 +66,9 @@ from tf_ckpt.measuring import calibrate  # noqa: E402
 from tf_ckpt.plan import Plan, Segment  # noqa: E402
 from tf_ckpt.replay import disabled, is_recomputing, recompute  # noqa: E402
 from tf_ckpt.transform import apply, plan, plan_of, remove  # noqa: E402
+
+if _watched:
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
 
 __version__ = "0.1.0"
 __all__ = [

@@ -5,13 +5,13 @@ import contextlib
 from tf_ckpt import graph as keras_graph
 from tf_ckpt.batch_sizes import NO_PLAN, BatchSizes, Largest, Trial
 from tf_ckpt.budgets import MARGIN, device_bytes, memory_bytes
-from tf_ckpt.child import Package
-from tf_ckpt.errors import CheckpointError
+from tf_ckpt.child import Package, check_verbose, simulated_bytes
+from tf_ckpt.errors import CheckpointError, quoted
 from tf_ckpt.memory import MIB
 from tf_ckpt.planning import make_plan
-from tf_ckpt.samples import batches_of, made_up, repeated
+from tf_ckpt.samples import batches_of, made_up, repeated, stated_batch
 from tf_ckpt.snapshot import kept, state_variables
-from tf_ckpt.trainee import TRAINED, training_arguments
+from tf_ckpt.trainee import TRAINED, check_data, training_arguments
 from tf_ckpt.transform import graph_of
 
 PLAIN = "plain"
@@ -49,11 +49,12 @@ def max_batch_size(
         model: A built Functional or Sequential `keras.Model` that takes batches of any size. A model that is not compiled is
             trained with Adam on the mean squared error.
         memory: Bytes as an integer, or a string such as `"6GiB"`. Defaults to the memory of the device, where it reports
-            one. On the CPU a device of that size is simulated.
+            one. On the CPU a device of that size is simulated, which has whole MiB: to verify, less than one is refused, and
+            what is above the last is left out. `memory_bytes` of the result says what was tried.
         strategy: As `apply` takes it, but no `Plan`, which is for one batch size. With `"budget"`, `memory` is the budget.
         x: Optional array or nested arrays of one sample or more, which are repeated. Made up by default, with zeros for
             integers, where the model states all sizes but the batch's.
-        y: Optional targets to `x`.
+        y: Optional targets to `x`, and nothing without it.
         layers: See `apply`.
         target: See `apply`.
         levels: See `apply`.
@@ -82,11 +83,14 @@ def max_batch_size(
     """
     level = graph_of(model)
     _check(model, strategy, most, verify, verbose)
+    if x is None and y is not None:
+        raise CheckpointError(f"`y` holds the targets to `x`: give both, or none. Received: x=None, y={quoted(y)}")
     options = {"layers": layers, "target": target, "levels": levels}
-    simulated, limit = memory is not None, _limit(memory)
+    simulated, limit = memory is not None, _limit(memory, verify)
     with kept(state_variables(model)):
         arguments = training_arguments(model, optimizer, loss, jit_compile, default_loss="mse")
         sample = made_up(model, arguments.get("loss")) if x is None else batches_of(x, y, None, 1)[0]
+        check_data(model, sample, arguments, made_up=x is None)
         rows, budget = [], limit if simulated else int((1 - MARGIN) * limit)
         goal = {"memory": budget} if strategy == "budget" else {}
         predictions = {
@@ -213,13 +217,15 @@ def _package(model, arguments):
         raise CheckpointError(f"{error} `max_batch_size(..., verify=False)` predicts without a trial.") from error
 
 
-def _limit(memory):
+def _limit(memory, verify):
     if memory is not None:
-        if isinstance(memory, float) and 0 < memory < 1:
-            raise CheckpointError(f"`memory` must be a size here, not a share. Received: memory={memory!r}")
-        return memory_bytes(memory, 0)
+        return simulated_bytes(memory) if verify or isinstance(memory, float) else memory_bytes(memory, 0)
     limit = device_bytes()
-    return limit if limit is not None else memory_bytes(None, 0)  # whose error says what to do
+    if limit is None:
+        raise CheckpointError(
+            "No device reports how much memory it has: say it, in bytes or as text such as '6GiB'. Received: memory=None"
+        )
+    return limit
 
 
 def _name(strategy):
@@ -231,7 +237,7 @@ def _name(strategy):
 def _check(model, strategy, most, verify, verbose):
     if not (isinstance(strategy, str) or callable(strategy)):
         raise TypeError(
-            f"`strategy` must be a name or a callable: a plan is for one batch size. Received: strategy={strategy!r}"
+            f"`strategy` must be a name or a callable: a plan is for one batch size. Received: strategy={quoted(strategy)}"
         )
     if not isinstance(most, int) or isinstance(most, bool):
         raise TypeError(f"`most` must be an integer. Received: most={most!r}")
@@ -239,13 +245,11 @@ def _check(model, strategy, most, verify, verbose):
         raise CheckpointError(f"`most` must be at least 1. Received: most={most!r}")
     if not isinstance(verify, bool):
         raise TypeError(f"`verify` must be True or False. Received: verify={verify!r}")
-    if verbose not in ("auto", 0, 1):
-        raise CheckpointError(f'`verbose` must be "auto", 0 or 1. Received: verbose={verbose!r}')
-    stated = [tuple(x.shape) for x in model.inputs if len(x.shape) and x.shape[0] is not None]
-    if stated:
+    check_verbose(verbose)
+    if stated_batch(model) is not None:
         raise CheckpointError(
             "The model takes one batch size only: give its inputs no batch size. "
-            f"Received: model '{model.name}' with inputs of shape {stated[0]}"
+            f"Received: model '{model.name}' with inputs of shape {', '.join(str(x.shape) for x in model.inputs[:4])}"
         )
     if not keras_graph.compiled_with(model) and not model.trainable_variables:
         raise CheckpointError(f"The model has nothing to train. Received: model '{model.name}'")

@@ -18,8 +18,10 @@ import keras
 import tensorflow as tf
 
 from tf_ckpt import snapshot
-from tf_ckpt.errors import CheckpointError
+from tf_ckpt.budgets import memory_bytes
+from tf_ckpt.errors import CheckpointError, first_line
 from tf_ckpt.graph import sublayers
+from tf_ckpt.memory import MIB
 from tf_ckpt.trainee import OUT_OF_MEMORY, Outcome
 from tf_ckpt.transform import remove
 
@@ -50,7 +52,7 @@ class Package:
             "arguments": {k: v for k, v in arguments.items() if k != "optimizer"},
             "optimizer": keras.saving.serialize_keras_object(arguments["optimizer"]),
             "slots": snapshot.read(arguments["optimizer"].variables),
-            "state": snapshot.read(plain.variables),
+            "state": snapshot.read(snapshot.model_variables(plain)),
             "threads": (
                 tf.config.threading.get_intra_op_parallelism_threads(),
                 tf.config.threading.get_inter_op_parallelism_threads(),
@@ -59,7 +61,7 @@ class Package:
         try:
             content = pickle.dumps(content)
         except Exception as error:
-            raise CheckpointError(_cannot(plain, f"its loss cannot be pickled ({error})")) from error
+            raise CheckpointError(_cannot(plain, f"its loss cannot be pickled ({first_line(error)})")) from error
         self.name = plain.name
         self._folder = tempfile.TemporaryDirectory(prefix="tf_ckpt-")
         self._tasks, self._idle = 0, []
@@ -71,7 +73,7 @@ class Package:
             self._folder.cleanup()
             if not isinstance(error, Exception):
                 raise
-            raise CheckpointError(_cannot(plain, f"it cannot be saved ({error})")) from error
+            raise CheckpointError(_cannot(plain, f"it cannot be saved ({first_line(error)})")) from error
 
     def path(self, name):
         return os.path.join(self._folder.name, name)
@@ -184,6 +186,10 @@ class Child:
         answer = self._last
         if "outcome" in answer:
             return Outcome(*answer["outcome"])
+        if "error" in answer and self._ready:  # it was loaded: the data or the model's code are to blame
+            raise CheckpointError(
+                f"A step of model '{self._package.name}', in a process of its own, raised {answer['error'].rstrip('. ')}."
+            )
         if "error" in answer:
             raise CheckpointError(_cannot(self._package, f"there it raised {answer['error']}"))
         text, status = self._process.errors(), answer["ended"]
@@ -205,6 +211,25 @@ class Child:
             self._package.take_back(self._process)
         else:
             self._process.end()
+
+
+def simulated_bytes(memory):
+    """Returns the bytes of a simulated device that has `memory`, which are whole MiB.
+
+    Args:
+        memory: Bytes as an integer, or a string such as `"6GiB"`.
+    """
+    if isinstance(memory, float) and 0 < memory < 1:
+        raise CheckpointError(f"`memory` must be a size here, not a share. Received: memory={memory!r}")
+    size = memory_bytes(memory, 0)
+    if size < MIB:
+        raise CheckpointError(f"A simulated device has 1 MiB of memory or more. Received: memory={memory!r}")
+    return size // MIB * MIB
+
+
+def check_verbose(verbose):
+    if not (verbose == "auto" if isinstance(verbose, str) else isinstance(verbose, int) and verbose in (0, 1)):
+        raise CheckpointError(f'`verbose` must be "auto", 0 or 1. Received: verbose={verbose!r}')
 
 
 def _environment():
@@ -236,4 +261,4 @@ def _classes(model):
 
 
 def _cannot(model, why):
-    return f"Model '{model.name}' cannot be trained in a process of its own: {why}."
+    return f"Model '{model.name}' cannot be trained in a process of its own: {why.rstrip('. ')}."

@@ -107,7 +107,7 @@ def load(folder, task):
         model = keras.models.load_model(os.path.join(folder, "model.keras"), compile=False, safe_mode=False)
         optimizer = keras.saving.deserialize_keras_object(content["optimizer"])
     optimizer.build(model.trainable_variables)
-    snapshot.write(model.variables, content["state"])
+    snapshot.write(snapshot.model_variables(model), content["state"])
     snapshot.write(optimizer.variables, content["slots"])
     return Trainee(model, task["plan"], {**content["arguments"], "optimizer": optimizer}, task["batches"])
 

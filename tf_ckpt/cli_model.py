@@ -2,12 +2,13 @@
 
 import importlib
 import os
+import re
 import sys
 
 import keras
 import tensorflow as tf
 
-from tf_ckpt.errors import CheckpointError
+from tf_ckpt.errors import CheckpointError, first_line
 from tf_ckpt.plan import Plan
 
 
@@ -26,12 +27,12 @@ def load_model(text, imports=()):
 
 
 def load_data(text):
-    """Returns the pair (x, y) that `module:function` returns; of a `tf.data.Dataset` (dataset, None)."""
+    """Returns the pair (x, y) that `module:function` returns; of a `tf.data.Dataset` or `PyDataset` (dataset, None)."""
     found = _call(text)
-    if isinstance(found, tf.data.Dataset):
+    if isinstance(found, (tf.data.Dataset, keras.utils.PyDataset)):
         return found, None
     if not isinstance(found, tuple) or len(found) != 2:
-        raise CheckpointError(f"The function must return (x, y), or a `tf.data.Dataset`. Received: {text!r}, {_short(found)}")
+        raise CheckpointError(f"The function must return (x, y), or a dataset of batches. Received: {text!r}, {_short(found)}")
     return found
 
 
@@ -47,10 +48,23 @@ def _saved(path):
     try:
         return keras.models.load_model(path)
     except Exception as error:
-        raise CheckpointError(
-            f"Keras does not load this file as a model; layers of its own need --import MODULE. Received: {path!r}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        raise CheckpointError(f"{_why_not(str(error))}. Received: {path!r}: {type(error).__name__}") from error
+
+
+def _why_not(text):
+    """Returns what to do about a model file that Keras does not load, from the error that it raised."""
+    elsewhere = "give MODULE:FUNCTION, a function that makes the model, in place of the file"
+    if "ambda" in text and ("safe_mode" in text or "unsafe" in text):
+        return f"Keras does not load Lambda layers from a file, as their code could be anybody's: {elsewhere}"
+    unknown = re.search(
+        r"Could not (?:locate|deserialize) (?:class|function) '([^']+)'|Unknown (?:layer|object): '?([\w>.]+)", text
+    )
+    if unknown:
+        return (
+            f"The file does not hold the code of '{unknown[1] or unknown[2]}': name the module that registers it with "
+            f"`keras.saving.register_keras_serializable` by --import MODULE, or {elsewhere}"
+        )
+    return f"Keras does not load this file as a model ({first_line(text)}); layers of its own need --import MODULE"
 
 
 def _call(text):
@@ -64,6 +78,8 @@ def _call(text):
         raise CheckpointError(f"Module {name!r} has no function {attribute!r}; it has: {', '.join(own) or 'none'}")
     try:
         return function()
+    except SystemExit as error:
+        raise CheckpointError(f"The function ended the program: SystemExit({error.code!r}). Received: {text!r}") from error
     except Exception as error:
         raise CheckpointError(f"The function raised {type(error).__name__}: {error}. Received: {text!r}") from error
 
@@ -71,7 +87,7 @@ def _call(text):
 def _module(name):
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CheckpointError(f"Module {name!r} cannot be imported: {type(error).__name__}: {error}") from error
 
 

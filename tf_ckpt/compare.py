@@ -8,15 +8,15 @@ import tensorflow as tf
 
 from tf_ckpt import memory as device_memory
 from tf_ckpt import snapshot
-from tf_ckpt.budgets import device_bytes, memory_bytes
-from tf_ckpt.child import Package
+from tf_ckpt.budgets import device_bytes
+from tf_ckpt.child import Package, check_verbose, simulated_bytes
 from tf_ckpt.comparison import Comparison, Row
-from tf_ckpt.errors import CheckpointError
+from tf_ckpt.errors import CheckpointError, quoted
 from tf_ckpt.memory import MIB
 from tf_ckpt.plan import Plan
 from tf_ckpt.planning import make_plan
-from tf_ckpt.samples import batches_of, size_of
-from tf_ckpt.trainee import OUT_OF_MEMORY, TRAINED, Trainee, training_arguments
+from tf_ckpt.samples import batches_of, size_of, stated_batch
+from tf_ckpt.trainee import OUT_OF_MEMORY, TRAINED, Trainee, check_data, training_arguments
 from tf_ckpt.transform import graph_of
 
 PLAIN = "plain"
@@ -42,8 +42,10 @@ def compare(
 
     All start from the model's present weights, optimizer state and seeds, see the same batches, and take turns step by
     step, so that a machine that is busy, or slows down, hurts all alike. The first two steps, which trace, count for losses
-    only. Metrics are left out. Afterwards the weights, seeds, non-trainable variables, optimizer state and metrics of `model`
-    are to the bit what they were, also after an error; what it is compiled with is never touched.
+    only. Metrics are left out. Losses are those of one `fit` over these batches: what `fit` does at its end, such as putting
+    an optimizer's moving averages in the place of the weights, is left out. Afterwards the weights, seeds, states, other
+    non-trainable variables, optimizer state and metrics of `model` are to the bit what they were, also after an error; what
+    it is compiled with is never touched. What layers keep in Python, not in variables, is not put back.
 
     A strategy that runs out of memory is a row that says so. Under XLA such a step may free buffers that are in use, and on the
     CPU some kernels end the process. So each contestant trains in a process of its own under XLA on a GPU, and on a CPU whose
@@ -54,15 +56,16 @@ def compare(
     Args:
         model: A built Functional or Sequential `keras.Model`, compiled unless `loss` is given. It may be replicated by a
             `tf.distribute.MirroredStrategy`.
-        x: Array or nested arrays of samples, or a `tf.data.Dataset` of batches.
+        x: Array or nested arrays of samples, or a `tf.data.Dataset` or `keras.utils.PyDataset` of batches.
         y: The targets, or None if there are none or `x` is a dataset.
         strategies: A list of strategies as `apply` takes them: names, `Plan`s, callables, or pairs of one of these and a dict
             of arguments of `apply`, such as `("selective", {"target": 0.3})`.
         steps: Integer, how many steps are measured.
-        batch_size: Integer. Defaults to 32, or to all samples if they are fewer. Steps go through the full batches of the
-            data again and again, in order.
+        batch_size: Integer. Defaults to what the model's inputs state, or else to 32, or to all samples if they are fewer.
+            Steps go through the full batches of the data again and again, in order.
         memory: Bytes as an integer, or a string such as `"6GiB"`: trains on a simulated device of that size, in processes of
-            their own. Defaults to the device as it is.
+            their own. Such a device has whole MiB: less than one is refused, and what is above the last is left out, as
+            `memory_bytes` of the result says. Defaults to the device as it is.
         optimizer: A `keras.optimizers.Optimizer` or its name. Defaults to the one that the model is compiled with.
         loss: As `compile` takes it. Defaults to the one that the model is compiled with.
         jit_compile: As `compile` takes it. Defaults to what the model is compiled with.
@@ -88,11 +91,15 @@ def compare(
     ```
     """
     level = graph_of(model)
-    _check(steps, batch_size, verbose)
-    batches = batches_of(x, y, batch_size, _WARM_UP + steps)
+    _check(steps, batch_size, isolate, verbose)
+    limit = None if memory is None else simulated_bytes(memory)
+    if limit is not None and isolate is False:
+        raise CheckpointError(f"`memory` takes processes of their own. Received: memory={memory!r}, isolate=False")
+    batches = _batches(model, x, y, batch_size, _WARM_UP + steps)
     # What this makes may draw seeds; an optimizer that it makes is not yet the model's.
     with snapshot.kept(snapshot.state_variables(model)):
         arguments = training_arguments(model, optimizer, loss, jit_compile)
+        check_data(model, batches[0], arguments)
         replicas = model.distribute_strategy.num_replicas_in_sync
         share = -(-size_of(batches[0]) // replicas)
         plans = {
@@ -100,12 +107,9 @@ def compare(
             for name, (strategy, options) in _named(strategies).items()
         }
         probe = Trainee(model, plans[PLAIN], arguments, batches)  # knows what "auto" stands for
-        limit = None if memory is None else memory_bytes(_absolute(memory), 0)
         if isolate is None:
             fragile = probe.model.jit_compile or not tf.config.get_visible_devices("GPU")
             isolate = limit is not None or (fragile and replicas == 1 and device_bytes() is not None)
-        elif limit is not None and not isolate:
-            raise CheckpointError(f"`memory` takes processes of their own. Received: memory={memory!r}, isolate=False")
         total = len(plans) * (_WARM_UP + steps)
         bar = keras.utils.Progbar(total, unit_name="step", verbose=0 if verbose == 0 else 1)
         arguments["jit_compile"] = probe.model.jit_compile
@@ -122,7 +126,19 @@ def compare(
         jit_compile=bool(arguments["jit_compile"]),
         isolated=bool(isolate),
         note="" if measured else device_memory.hint(),
+        memory_bytes=limit,
     )
+
+
+def _batches(model, x, y, batch_size, count):
+    stated = stated_batch(model)
+    whole = isinstance(x, (tf.data.Dataset, keras.utils.PyDataset))
+    batches = batches_of(x, y, batch_size if batch_size is not None or whole else stated, count)
+    size = size_of(batches[0])
+    if stated is not None and size != stated:
+        said = f"x with batches of {size}" if whole else f"batch_size={batch_size!r}"
+        raise CheckpointError(f"Model '{model.name}' takes batches of {stated} only, by its inputs. Received: {said}")
+    return batches
 
 
 def _together(model, plans, arguments, batches, steps, bar):
@@ -235,7 +251,7 @@ def _named(strategies):
     if isinstance(strategies, (str, Plan)) or not isinstance(strategies, (list, tuple)):
         raise TypeError(
             "`strategies` must be a list of names, plans, callables, or pairs of one and a dict of arguments. "
-            f"Received: strategies={strategies!r}"
+            f"Received: strategies={quoted(strategies)}"
         )
     found = {PLAIN: ("none", {})}
     for entry in strategies:
@@ -248,7 +264,7 @@ def _named(strategies):
             ):
                 raise TypeError(
                     "A pair in `strategies` must be a strategy and a dict with `memory`, `layers`, `target` or `levels`. "
-                    f"Received: {entry!r}"
+                    f"Received: {quoted(entry)}"
                 )
             strategy, options = entry
         name = strategy.strategy if isinstance(strategy, Plan) else getattr(strategy, "__name__", str(strategy))
@@ -259,13 +275,7 @@ def _named(strategies):
     return found
 
 
-def _absolute(memory):
-    if isinstance(memory, float) and 0 < memory < 1:
-        raise CheckpointError(f"`memory` must be a size here, not a share. Received: memory={memory!r}")
-    return memory
-
-
-def _check(steps, batch_size, verbose):
+def _check(steps, batch_size, isolate, verbose):
     for name, value in (("steps", steps), ("batch_size", batch_size)):
         if value is None and name == "batch_size":
             continue
@@ -273,5 +283,6 @@ def _check(steps, batch_size, verbose):
             raise TypeError(f"`{name}` must be an integer. Received: {name}={value!r}")
         if value < 1:
             raise CheckpointError(f"`{name}` must be at least 1. Received: {name}={value!r}")
-    if verbose not in ("auto", 0, 1):
-        raise CheckpointError(f'`verbose` must be "auto", 0 or 1. Received: verbose={verbose!r}')
+    if not (isolate is None or isinstance(isolate, bool)):
+        raise TypeError(f"`isolate` must be True, False or None. Received: isolate={quoted(isolate)}")
+    check_verbose(verbose)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from tf_ckpt.memory import MIB
 from tf_ckpt.trainee import OUT_OF_MEMORY
 
 
@@ -48,6 +49,7 @@ class Comparison:
         jit_compile: Whether XLA compiled them.
         isolated: Whether each contestant had a process of its own.
         note: Why no memory was measured, or "".
+        memory_bytes: Memory of the simulated device, or None if there was none.
     """
 
     rows: tuple
@@ -56,6 +58,7 @@ class Comparison:
     jit_compile: bool
     isolated: bool
     note: str = ""
+    memory_bytes: int | None = None
 
     def to_dict(self):
         """Returns everything as dicts, lists, texts and numbers, as JSON takes them."""
@@ -67,7 +70,9 @@ class Comparison:
         from rich.text import Text
 
         mode = "XLA" if self.jit_compile else "no XLA"
-        made = Table(title=f"Batch size {self.batch_size}, {self.steps} steps in turns, {mode}", caption=self.note or None)
+        where = "" if self.memory_bytes is None else f", a simulated device of {self.memory_bytes / MIB:,.0f} MiB"
+        title = f"Batch size {self.batch_size}, {self.steps} steps in turns, {mode}{where}"
+        made = Table(title=title, caption=self.note or None)
         made.add_column("Strategy", overflow="fold")
         for head in (
             "Peak MiB\npredicted",

@@ -5,6 +5,7 @@ which state is read and written (`StateScope`), masks, a Functional model read a
 does when it writes, clones and exports a model.
 """
 
+import collections.abc
 import contextlib
 import copy
 import dataclasses
@@ -12,14 +13,16 @@ import functools
 import inspect
 import sys
 import threading
+import weakref
 
 import keras
 import tensorflow as tf
 from keras import tree
-from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend import compute_output_spec, get_keras_mask, set_keras_mask
 from keras.src.backend.common import global_state
 from keras.src.models import Functional, cloning
 from keras.src.saving import serialization_lib
+from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils.tracking import TrackedList, Tracker
 
 __all__ = ["Level", "Node", "StateScope", "Surroundings", "get_keras_mask", "read", "set_keras_mask"]
@@ -31,8 +34,8 @@ def in_symbolic_scope():
 
 
 def raw_variable(variable):
-    """Returns the `tf.Variable` of a Keras variable, or None while it has none."""
-    return variable._value
+    """Returns the `tf.Variable` of a Keras variable, or None while it has none; that of TensorFlow's own is itself."""
+    return variable if isinstance(variable, tf.Variable) else variable._value
 
 
 class Surroundings:
@@ -429,6 +432,97 @@ def set_global_seed_generator(generator):
     global_state.set_global_attribute("global_seed_generator", generator)
 
 
+def name_counters():
+    """Returns a copy of the numbers that Keras has given to names, or None while there are none."""
+    return copy.copy(global_state.get_global_attribute("object_name_uids"))
+
+
+def set_name_counters(counters):
+    """Puts back what `name_counters` returned: what was made meanwhile is not counted."""
+    global_state.set_global_attribute("object_name_uids", counters)
+
+
+def held_variables(owner):
+    """Returns all variables that a layer, metric or optimizer and all inside it hold, in whatever attribute.
+
+    Keras' `variables` lack some that a step changes: the `states` of a stateful RNN, metrics of layers, a `tf.Variable` or
+    generator of a layer's own, layers in containers that Keras does not track.
+
+    Returns:
+        A list of `keras.Variable` and `tf.Variable`, each once, in an order that depends on the names of attributes alone, so
+        that a model and its copy from a file have the same.
+    """
+    found, seen, waiting = {}, set(), [owner]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, (keras.Variable, tf.Variable)):
+            found[id(value)] = value
+        elif isinstance(value, collections.abc.Mapping):
+            waiting += [value[key] for key in sorted(value, key=str, reverse=True)]
+        elif isinstance(value, (list, tuple)):
+            waiting += reversed(value)
+        elif isinstance(value, (set, frozenset)):
+            waiting += sorted((x for x in value if isinstance(x, _HOLDERS)), key=lambda x: str(getattr(x, "name", "")))
+        elif isinstance(value, _HOLDERS):
+            own = getattr(value, "__dict__", {})
+            waiting += [
+                own[name] for name in sorted(own, reverse=True) if name not in _BESIDE and not name.startswith("_self_")
+            ]
+    raw = {id(v._value) for v in found.values() if isinstance(v, keras.Variable)}
+    return [v for number, v in found.items() if number not in raw]
+
+
+_HOLDERS = (KerasSaveable, keras.random.SeedGenerator, tf.Module, tf.random.Generator)
+# Records of Keras (those of TensorFlow begin with "_self_"), and what was compiled, which is apart from a model's own state.
+_BESIDE = (
+    *("_tracker", "_obj_reference_counts_dict", "_inbound_nodes", "_outbound_nodes", "_operations", "_nodes"),
+    *("optimizer", "_optimizer", "_compile_loss", "_compile_metrics", "_loss_tracker", "_compile_config", "_metrics"),
+    *("train_function", "test_function", "predict_function", "history"),
+)
+
+
+@contextlib.contextmanager
+def fit_without_end(optimizer):
+    """A scope in which `fit` does not do what it does once training is over: put averages in the place of the weights."""
+    own = optimizer.__dict__
+    before = own.get("finalize_variable_values", own)
+    own["finalize_variable_values"] = lambda variables: None
+    try:
+        yield
+    finally:
+        if before is own:
+            del own["finalize_variable_values"]
+        else:
+            own["finalize_variable_values"] = before
+
+
+def check_step(twin, batch):
+    """Raises what Keras raises for a batch that a compiled model cannot take, or its loss. Nothing is run or changed.
+
+    Args:
+        twin: A compiled model that has not trained.
+        batch: Tuple `(x,)`, `(x, y)` or `(x, y, sample_weight)` of arrays.
+    """
+
+    def spec(array):
+        text = array.dtype.kind in "OSU"
+        return keras.KerasTensor(array.shape, "string" if text else keras.backend.standardize_dtype(array.dtype))
+
+    specs = tree.map_structure(spec, batch)
+    x, y, weight = (*specs, None, None)[:3]
+    predicted = compute_output_spec(twin, x, training=False)
+    compute_output_spec(twin.compute_loss, x, y, predicted, sample_weight=weight)
+
+
+def has_own_step(model):
+    """Returns whether a model's class says itself what a training step is, or its loss."""
+    kind = type(model)
+    return kind.train_step is not keras.Model.train_step or kind.compute_loss is not keras.Model.compute_loss
+
+
 def sublayers(layer):
     """Returns a layer and all layers inside it, or nothing for a bare operation."""
     return list(layer._flatten_layers()) if isinstance(layer, keras.Layer) else []
@@ -643,13 +737,33 @@ def wrap_step(model, wrapper):
     if original is None:  # a loop of the user's own
         return
 
+    # A callback that ends the `fit` before this batch leaves the wrapper behind. It is taken off when Keras lets go of that
+    # fit's callbacks, and until then (a traceback may hold them) it does nothing in another.
+    around = _of_caller(_callback_list)
+    asked = None if around is None else weakref.ref(around)
+
     def once(*args, **kwargs):
         if model.train_function is once:
             model.train_function = original
-        return wrapper(original, *args, **kwargs)
+        late = asked is not None and asked() is not _of_caller(_callback_list)
+        return original(*args, **kwargs) if late else wrapper(original, *args, **kwargs)
 
     once._tf_ckpt_once = True
     model.train_function = once
+    if around is not None:
+        weakref.finalize(around, _take_off, weakref.ref(model), weakref.ref(once)).atexit = False
+
+
+def _take_off(model, once):
+    model, once = model(), once()
+    if once is not None and model is not None and model.__dict__.get("train_function") is once:
+        unwrap_step(model)
+
+
+def _callback_list(names):
+    """Returns the `CallbackList` among the local variables of a `fit` or of one of its own methods."""
+    found = (names.get("self"), names.get("callbacks"))
+    return next((x for x in found if isinstance(x, keras.callbacks.CallbackList)), None)
 
 
 def unwrap_step(model):
@@ -682,10 +796,8 @@ def _of_caller(find):
 def callbacks_around():
     """Returns the callbacks of the `fit` that is calling one, in order; Keras does not tell them of each other."""
 
-    def find(names):
-        return names["self"].callbacks if isinstance(names.get("self"), keras.callbacks.CallbackList) else None
-
-    return list(_of_caller(find) or ())
+    around = _of_caller(_callback_list)
+    return [] if around is None else list(around.callbacks)
 
 
 def batch_size_around():

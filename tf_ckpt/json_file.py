@@ -23,6 +23,25 @@ def plain(content):
     return json.loads(json.dumps(content, allow_nan=False))
 
 
+def check_writable(path):
+    """Refuses the path of a file that could not be written: before the work whose result it is to hold.
+
+    Raises:
+        CheckpointError: If its folder does not exist or cannot be written to, or it is a folder itself.
+    """
+    text = checked_path(path)
+    folder = os.path.dirname(os.path.realpath(text))
+    if not os.path.isdir(folder):
+        why = "its folder does not exist"
+    elif os.path.isdir(text) or not os.path.basename(text):
+        why = "it is a folder"
+    elif not os.access(folder, os.W_OK) or (os.path.exists(text) and not os.access(text, os.W_OK)):
+        why = "there is no permission"
+    else:
+        return
+    raise CheckpointError(f"A file cannot be written there: {why}. Received: path={text!r}")
+
+
 def write(path, content):
     """Writes an object to a file, as a whole or not at all.
 
@@ -30,7 +49,8 @@ def write(path, content):
         path: String or path-like.
         content: Dict of what JSON can say.
     """
-    path = os.path.realpath(checked_path(path))  # a link stays one
+    given = checked_path(path)
+    path = os.path.realpath(given)  # a link stays one
     lines = (f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in content.items())
     text = "{\n" + ",\n".join(lines) + "\n}\n"
     unfinished = f"{path}.{os.getpid()}.tmp"
@@ -40,9 +60,11 @@ def write(path, content):
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
-    except BaseException:
+    except BaseException as error:
         if os.path.exists(unfinished):
             os.remove(unfinished)
+        if isinstance(error, OSError):  # which names a file that the user has not heard of
+            raise type(error)(error.errno, error.strerror, given) from None
         raise
 
 

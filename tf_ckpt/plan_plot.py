@@ -21,11 +21,21 @@ def save(path, make):
     """Draws the figure that `make` returns into a file, if matplotlib knows its format."""
     path = checked_path(path)
     made = make()
+    made.savefig(path, format=picture_kind(path))
+
+
+def picture_kind(path):
+    """Returns the picture format that the extension of a path says, `"png"` without one, if matplotlib knows it."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise ImportError('Plots are drawn with matplotlib: pip install "tf_ckpt[plot]"') from error
+
     kind = os.path.splitext(path)[1][1:].lower() or "png"
-    known = made.canvas.get_supported_filetypes()
+    known = FigureCanvasBase.get_supported_filetypes()
     if kind not in known:
         raise CheckpointError(f"matplotlib draws {', '.join(sorted(known))} files. Received: path={path!r}")
-    made.savefig(path, format=kind)
+    return kind
 
 
 def figure(plan):

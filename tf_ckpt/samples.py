@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_ckpt import graph as keras_graph
-from tf_ckpt.errors import CheckpointError
+from tf_ckpt.errors import CheckpointError, quoted
 
 _DEFAULT_BATCH = 32
 
@@ -16,7 +16,8 @@ def batches_of(x, y, batch_size, count):
     """Returns up to `count` batches of a user's data, all of the same size.
 
     Args:
-        x: An array or nested arrays with samples along the first axis, or a `tf.data.Dataset` of batches.
+        x: An array or nested arrays with samples along the first axis, or a `tf.data.Dataset` or `keras.utils.PyDataset` of
+            batches.
         y: The same for the targets; None if there are none, or `x` is a dataset.
         batch_size: Integer; None for 32, or for all samples if they are fewer. With a dataset it must be None.
         count: Integer.
@@ -24,16 +25,28 @@ def batches_of(x, y, batch_size, count):
     Returns:
         A list of tuples of NumPy arrays, nested as they were.
     """
-    if isinstance(x, tf.data.Dataset):
+    if isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)):
         if y is not None or batch_size is not None:
             raise CheckpointError("A dataset has targets and a batch size of its own. Received: `y` or `batch_size` beside it")
-        found = [element if isinstance(element, tuple) else (element,) for element in x.take(count)]
+        if isinstance(x, tf.data.Dataset):
+            elements = x.take(count)
+        else:
+            elements = (x[number] for number in range(count if x.num_batches is None else min(count, x.num_batches)))
+        found = [element if isinstance(element, tuple) else (element,) for element in elements]
         batches = [keras.tree.map_structure(_array, batch) for batch in found]
         if not batches:
-            raise CheckpointError(f"There is no batch in the dataset. Received: x={x!r}")
+            raise CheckpointError(f"There is no batch in the dataset. Received: x={quoted(x)}")
         return [b for b in batches if size_of(b) == size_of(batches[0])]  # the last one may be smaller
     if x is None or callable(x) or isinstance(x, collections.abc.Iterator):
-        raise TypeError(f"`x` must be arrays or a `tf.data.Dataset` of batches. Received: x={x!r} of type {type(x).__name__}")
+        raise TypeError(
+            "`x` must be arrays, or a `tf.data.Dataset` or `keras.utils.PyDataset` of batches. "
+            f"Received: x={quoted(x)} of type {type(x).__name__}"
+        )
+    for name, value in (("x", x), ("y", y)):
+        if value is not None and any(np.ndim(leaf) == 0 for leaf in keras.tree.flatten(value) if not hasattr(leaf, "shape")):
+            raise TypeError(
+                f"`{name}` must be arrays: `numpy.asarray` makes one of lists of numbers. Received: {name}={quoted(value)}"
+            )
     data = keras.tree.map_structure(_array, (x,) if y is None else (x, y))
     total = size_of(data)
     size = batch_size or min(total, _DEFAULT_BATCH)
@@ -41,6 +54,12 @@ def batches_of(x, y, batch_size, count):
         raise CheckpointError(f"There are only {total} samples. Received: batch_size={batch_size!r}")
     starts = [number * size for number in range(min(count, total // size))]
     return [keras.tree.map_structure(lambda a, at=at: a[at : at + size], data) for at in starts]
+
+
+def stated_batch(model):
+    """Returns the one batch size that a model takes by its inputs, over all replicas, or None if it takes any."""
+    stated = {x.shape[0] for x in model.inputs if len(x.shape)} - {None}
+    return min(stated) * model.distribute_strategy.num_replicas_in_sync if stated else None
 
 
 def repeated(data, batch_size):
@@ -59,7 +78,8 @@ def size_of(data):
     if len(sizes) != 1 or not next(iter(sizes)):
         shapes = [a.shape for a in keras.tree.flatten(data)]
         raise CheckpointError(
-            f"Data must hold the same number of samples, at least one, along the first axis. Received: shapes {shapes}"
+            "Data must hold the same number of samples, at least one, along the first axis. "
+            f"Received: shapes {', '.join(map(str, shapes[:8]))}{', ...' if len(shapes) > 8 else ''}"
         )
     return sizes.pop()
 
@@ -105,4 +125,6 @@ def _sample(shape, dtype, random, name):
 
 
 def _array(value):
+    if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
+        raise TypeError(f"Data must be dense arrays. Received: a {type(value).__name__}")
     return value.numpy() if hasattr(value, "numpy") else np.asarray(value)

@@ -18,15 +18,20 @@ def state_variables(model, optimizer=None):
         optimizer: Optional `keras.optimizers.Optimizer`. Defaults to the model's own.
 
     Returns:
-        A list of Keras variables: weights, state, seeds, those of metrics and of the optimizer, and the seed that random
-        operations without one share.
+        A list of variables: weights, state, seeds, what layers hold beside these (such as the states of a stateful RNN),
+        those of metrics and of the optimizer, and the seed that random operations without one share.
     """
     optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
     generator = keras_graph.global_seed_generator()
-    found = [*model.variables, *(v for metric in model.metrics for v in metric.variables)]
-    found += getattr(optimizer, "variables", [])
+    found = [*model_variables(model), *(v for metric in model.metrics for v in metric.variables)]
+    found += [*getattr(optimizer, "variables", []), *(keras_graph.held_variables(optimizer) if optimizer is not None else [])]
     found += [generator.state] if generator is not None else []
     return list({id(v): v for v in found}.values())
+
+
+def model_variables(model):
+    """Returns the variables of a model and those that its layers hold beside them, each once."""
+    return list({id(v): v for v in (*model.variables, *keras_graph.held_variables(model))}.values())
 
 
 def read(variables):
@@ -56,17 +61,22 @@ def digest(variables):
     found = hashlib.sha256()
     for parts in read(variables):
         for value in parts:
-            found.update(repr((value.dtype, value.shape)).encode() + np.ascontiguousarray(value).tobytes())
+            value = np.asarray(value)  # of text it is an object, whose bytes would be an address
+            data = repr(value.tolist()).encode() if value.dtype == object else np.ascontiguousarray(value).tobytes()
+            found.update(repr((value.dtype, value.shape)).encode() + data)
     return found.hexdigest()
 
 
 @contextlib.contextmanager
 def kept(variables):
-    """A scope after which variables, Python's and NumPy's random state and the shared seed are what they were before.
+    """A scope after which variables, Python's and NumPy's random state, the shared seed and Keras' names are as before.
+
+    Names: what Keras numbers, such as layers, goes on with the numbers that come next without what was made inside.
 
     The copies lie in the host's memory, so that a device that ran out of memory inside takes nothing with it.
     """
     values, generator = read(variables), keras_graph.global_seed_generator()
+    counters = keras_graph.name_counters()
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         yield
@@ -75,6 +85,7 @@ def kept(variables):
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
         keras_graph.set_global_seed_generator(generator)
+        keras_graph.set_name_counters(counters)
 
 
 def _parts(variable):

@@ -9,9 +9,10 @@ import tensorflow as tf
 
 from tf_ckpt import graph as keras_graph
 from tf_ckpt import memory, snapshot
-from tf_ckpt.errors import CheckpointError
-from tf_ckpt.transform import apply
+from tf_ckpt.errors import CheckpointError, first_line, quoted
+from tf_ckpt.transform import apply, remove
 
+_TEXT = "OSU"  # kinds of NumPy's dtypes
 TRAINED, OUT_OF_MEMORY = "trained", "out of memory"
 
 
@@ -51,7 +52,9 @@ class Trainee:
         """
         try:
             data = self._dataset(self.batches[number % len(self.batches)]).repeat(steps)
-            self.model.fit(data, epochs=1, verbose=0, shuffle=False, callbacks=[self._watch])
+            # Each turn is a `fit`, but not the end of training.
+            with keras_graph.fit_without_end(self.model.optimizer):
+                self.model.fit(data, epochs=1, verbose=0, shuffle=False, callbacks=[self._watch])
         except tf.errors.ResourceExhaustedError:
             return Outcome(OUT_OF_MEMORY)
         return self._watch.outcome
@@ -104,7 +107,10 @@ def training_arguments(model, optimizer=None, loss=None, jit_compile=None, defau
         )
     own = own or {"loss": default_loss, "optimizer": "adam"}
     arguments = {k: own[k] for k in ("loss", "loss_weights", "run_eagerly", "jit_compile") if own.get(k) is not None}
+    if not (jit_compile is None or isinstance(jit_compile, bool) or (isinstance(jit_compile, str) and jit_compile == "auto")):
+        raise CheckpointError(f'`jit_compile` must be True, False, "auto" or None. Received: jit_compile={quoted(jit_compile)}')
     if loss is not None:
+        _check_loss(loss)
         arguments.pop("loss_weights", None)
         arguments["loss"] = loss
     if jit_compile is not None:
@@ -112,7 +118,7 @@ def training_arguments(model, optimizer=None, loss=None, jit_compile=None, defau
     present = getattr(model, "optimizer", None)
     with model.distribute_strategy.scope():
         if optimizer is not None or present is None:
-            made = _copy(keras.optimizers.get(optimizer if optimizer is not None else own["optimizer"]))
+            made = _copy(checked_optimizer(optimizer if optimizer is not None else own["optimizer"]))
             scaled = isinstance(made, keras.optimizers.LossScaleOptimizer)
             if model.dtype_policy.name == "mixed_float16" and not scaled:  # as `compile` does, but once for all copies
                 made = keras.optimizers.LossScaleOptimizer(made)
@@ -122,9 +128,66 @@ def training_arguments(model, optimizer=None, loss=None, jit_compile=None, defau
     return {**arguments, "optimizer": made, "auto_scale_loss": False}
 
 
+def checked_optimizer(optimizer):
+    """Returns the Keras optimizer that an argument stands for."""
+    try:
+        found = keras.optimizers.get(optimizer)
+    except (ValueError, TypeError):
+        found = None
+    if not isinstance(found, keras.optimizers.Optimizer):
+        kind = CheckpointError if isinstance(optimizer, str) else TypeError
+        raise kind(f"`optimizer` must be a Keras optimizer or its name. Received: optimizer={quoted(optimizer)}")
+    return found
+
+
+def _check_loss(loss):
+    for one in keras.tree.flatten(loss):
+        try:
+            known = one is None or callable(keras.losses.get(one))
+        except (ValueError, TypeError):
+            known = False
+        if not known:
+            raise CheckpointError(
+                f"`loss` must be what `compile` takes, such as the name of a loss. Received: loss={quoted(loss)}"
+            )
+
+
+def check_data(model, batch, arguments, made_up=False):
+    """Refuses data that a model or its loss cannot take, before anything is trained on it.
+
+    Args:
+        model: A plain or applied `keras.Model`.
+        batch: Tuple `(x,)`, `(x, y)` or `(x, y, sample_weight)` of arrays.
+        arguments: See `training_arguments`.
+        made_up: Whether the data are not the user's.
+    """
+    if keras_graph.has_own_step(model):  # which may do anything with them
+        return
+    if len(batch) == 1 and any(loss is not None for loss in keras.tree.flatten(arguments.get("loss"))):
+        raise CheckpointError(f"The loss {quoted(arguments['loss'])} needs targets. Received: y=None")
+    for name, arrays in zip(("y", "sample_weight"), batch[1:], strict=False):
+        for array in keras.tree.flatten(arrays):
+            if array.dtype.kind in _TEXT:
+                raise CheckpointError(f"`{name}` must hold numbers. Received: {name} of dtype {array.dtype}")
+    if arguments.get("run_eagerly"):  # the model may not be made for anything else
+        return
+    twin = keras_graph.with_executor(remove(model), None)
+    with model.distribute_strategy.scope():
+        keras_graph.compile_alone(twin, **arguments)
+    try:
+        keras_graph.check_step(twin, batch)
+    except (ValueError, TypeError, tf.errors.OpError) as error:
+        shapes = " and ".join(
+            f"{name} of shape {', '.join(str(a.shape) for a in keras.tree.flatten(arrays)[:4])}"
+            for name, arrays in zip("xy", batch, strict=False)
+        )
+        hint = " (made up: give `x` and `y`)" if made_up else ""
+        raise CheckpointError(
+            f"The model or its loss cannot take these data: {first_line(error)}. Received: {shapes}{hint}"
+        ) from error
+
+
 def _copy(optimizer):
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(f"`optimizer` must be a Keras optimizer or its name. Received: optimizer={optimizer!r}")
     return type(optimizer).from_config(optimizer.get_config())
 
 
