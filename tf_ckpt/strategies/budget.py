@@ -209,7 +209,7 @@ def curve_of(chain, points=24):
         chain: A `Chain`.
         points: About how many.
     """
-    table = frontier(chain, limit=60, slots=200)
+    table = frontier(chain, slots=240)
     curve = table.curve()
     slots = [m for m in range(len(curve)) if np.isfinite(curve[m]) and (m == 0 or curve[m] < curve[m - 1])]
     chosen = sorted({slots[round(i)] for i in np.linspace(0, len(slots) - 1, points)}) if slots else []
