@@ -288,7 +288,10 @@ def test_what_is_written_to_the_descriptor_is_not_the_result(runs):
 def test_an_interrupt_while_tensorflow_is_imported_takes_one_line(tmp_path):
     package = tmp_path / "tensorflow"
     package.mkdir()
-    package.joinpath("__init__.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT); signal.pause()")
+    # A shell that starts the tests in the background has them ignore interrupts.
+    lines = ["import os, signal", "signal.signal(signal.SIGINT, signal.default_int_handler)"]
+    lines += ["os.kill(os.getpid(), signal.SIGINT)", "signal.pause()"]
+    package.joinpath("__init__.py").write_text("\n".join(lines))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(tf_ckpt.__file__).parent.parent)])}
     command = [sys.executable, "-m", "tf_ckpt", "plan", "x"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)

@@ -183,6 +183,7 @@ def test_running_out_of_memory_is_a_row_and_restores_the_rest():
     assert "out of memory" in text
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_under_xla_happens_elsewhere():
     inputs = x = keras.Input((256,))
     for _ in range(8):
@@ -299,6 +300,7 @@ def test_state_beside_the_variables_is_put_back_and_not_shared(kind):
         compare(model, x, y, ["none"], 1, batch_size=16, verbose=0)
 
 
+@pytest.mark.slow
 def test_states_travel_to_processes_of_their_own():
     model = stateful("both ways")
     x, y = np.asarray(numbers(32, 3, 4)), np.ones((32, 3, 1), "float32")
@@ -325,6 +327,7 @@ def test_a_turn_is_not_the_end_of_training(scaled):
     assert (counted, L.Dense(1).name) == ("dense_1", "dense_2")  # names go on as if nothing was made
 
 
+@pytest.mark.slow
 def test_a_step_that_raises_in_a_process_of_its_own_is_not_called_a_model_that_cannot_be_loaded():
     model = keras.Sequential([keras.Input((16,)), L.Dense(8, activation="gelu"), L.Dense(4)])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), run_eagerly=True)

@@ -49,7 +49,7 @@ def fit(model, optimizer=None, epochs=2, **compile_arguments):
         {"steps_per_execution": 2},
         {"optimizer": lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)},
         {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**40)},
-        {"optimizer": lambda: keras.optimizers.Adam(0.01, use_ema=True, clipnorm=0.1)},
+        pytest.param({"optimizer": lambda: keras.optimizers.Adam(0.01, use_ema=True, clipnorm=0.1)}, marks=pytest.mark.slow),
     ],
     ids=["graph", "eager", "xla", "steps_per_execution", "accumulation", "loss_scale", "ema"],
 )

@@ -60,7 +60,7 @@ def kept_by_functions(checkpointed, rounds):
     return count
 
 
-@pytest.mark.parametrize("kept", [kept_by_functions, kept_by_fits])
+@pytest.mark.parametrize("kept", [pytest.param(kept_by_functions, marks=pytest.mark.slow), kept_by_fits])
 def test_twenty_rounds_keep_no_more_than_plain(kept):
     assert kept(True, 20) <= kept(False, 20)
 

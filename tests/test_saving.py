@@ -24,7 +24,11 @@ def saved(model, path):
     return keras.models.load_model(path)
 
 
-@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(make, marks=[pytest.mark.slow] if make is saving_models.nested else []) for make in MAKERS],
+    ids=[make.__name__ for make in MAKERS],
+)
 def test_a_loaded_model_trains_on_bit_for_bit(make, tmp_path):
     model = compiled(tf_ckpt.apply(make(), thirds))
     plan = tf_ckpt.plan_of(model)
@@ -146,6 +150,7 @@ def fresh(path, blocked=False):
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=240), out
 
 
+@pytest.mark.slow
 def test_another_process(tmp_path):
     model = compiled(tf_ckpt.apply(saving_models.scaled(), "full"))
     model.save(tmp_path / "model.keras")

@@ -52,7 +52,7 @@ def test_backup_and_restore(tmp_path):
 
 
 @pytest.mark.usefixtures("no_dropout")
-@pytest.mark.parametrize("ending", [".keras", ".weights.h5"])
+@pytest.mark.parametrize("ending", [".keras", pytest.param(".weights.h5", marks=pytest.mark.slow)])
 def test_model_checkpoint(ending, tmp_path):
     make = saving_models.functional
     model, whole = pair(make)
