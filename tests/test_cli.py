@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -288,13 +289,12 @@ def test_what_is_written_to_the_descriptor_is_not_the_result(runs):
 def test_an_interrupt_while_tensorflow_is_imported_takes_one_line(tmp_path):
     package = tmp_path / "tensorflow"
     package.mkdir()
-    # A shell that starts the tests in the background has them ignore interrupts.
-    lines = ["import os, signal", "signal.signal(signal.SIGINT, signal.default_int_handler)"]
-    lines += ["os.kill(os.getpid(), signal.SIGINT)", "signal.pause()"]
-    package.joinpath("__init__.py").write_text("\n".join(lines))
+    package.joinpath("__init__.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT); signal.pause()")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(tf_ckpt.__file__).parent.parent)])}
     command = [sys.executable, "-m", "tf_ckpt", "plan", "x"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 60}
+    # A shell that starts the tests in the background has them ignore interrupts.
+    done = subprocess.run(command, **options, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "tf-ckpt: interrupted\n")
 
 
