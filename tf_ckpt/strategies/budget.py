@@ -25,6 +25,7 @@ from tf_ckpt.strategies.units import Units, choose_cuts
 
 LIMIT = 120  # units
 SLOTS = 480
+_NEAR = 8
 _BEYOND = 1.3  # of the memory: the table is cautious, and trees that it thinks too large may fit when they are simulated
 
 
@@ -181,11 +182,20 @@ def _within(chain, table, memory):
     curve = table.curve()
     # The slots at which a tree gets cheaper, dearest last.
     slots = [m for m in range(len(curve) - 1, -1, -1) if np.isfinite(curve[m]) and (m == 0 or curve[m] < curve[m - 1])]
-    for m in slots:
-        tree = table.tree(m)
-        if simulate.peak(chain, tree) <= memory:
-            return tree
-    return None
+    trees = {}
+
+    def fits(i):
+        trees[i] = table.tree(slots[i]) if i not in trees else trees[i]
+        return simulate.peak(chain, trees[i]) <= memory
+
+    # Trees that are dearer nearly always peak lower: where there are many, the first that fits is sought by halves, and
+    # then among the `_NEAR` cheaper ones next to it.
+    low, high = 0, len(slots)
+    while high - low > 2 * _NEAR:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    found = next((i for i in range(max(low - _NEAR, 0), len(slots)) if fits(i)), None)
+    return None if found is None else trees[found]
 
 
 def least(chain, *, parts=True, limit=LIMIT, slots=SLOTS):
