@@ -206,6 +206,19 @@ def test_branches_are_pairs_without_a_circle():
         assert op.name not in reached(before)
 
 
+def test_what_lies_between_and_is_no_part_of_the_backward_pass_counts():
+    with tf.Graph().as_default() as graph:
+        g, x, w = (tf.compat.v1.placeholder("float32", (4, 4)) for _ in range(3))
+        early, late = g * x, tf.square(g)  # the entries of two branches
+        between = tf.exp(tf.stop_gradient(late) + late)  # a re-run that waits for the one
+        tf.matmul(early + early * early + tf.matmul(between, w) * early, w)
+        tf.matmul(late + late * late, w)
+    hidden = {between.op.name, *(x.op.name for x in between.op.inputs)}
+    operations = [op for op in graph.get_operations()[3:] if op.name not in hidden]
+    assert all(op.name not in reached(before) for op, before in branches(operations))
+    assert branches(operations) == branches(graph.get_operations()[3:]) == []
+
+
 def test_ordered_branches_give_the_same_gradients():
     model = residual()
     x = np.random.default_rng(0).normal(size=(4, 12, 12, 4)).astype("float32")

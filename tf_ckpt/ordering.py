@@ -46,11 +46,10 @@ def branches(operations, waits=()):
         operations: List of the operations of a backward pass, in the order in which they were made.
         waits: Such pairs that are settled already.
     """
+    if not operations:
+        return []
     number = {op.name: i for i, op in enumerate(operations)}
-    stateful = [op for op in operations if op.op_def.is_stateful]
-    # A function orders these later on, each after the one before at most: an edge must not close a circle with that.
-    waits = [*waits, *((op, before) for before, op in itertools.pairwise(stateful))]
-    takers, found = {}, []
+    takers, found, needs = {}, [], _Needs(operations[0], waits)
     for op in operations:
         for x in {_source(x).ref(): _source(x) for x in op.inputs}.values():
             if x.dtype.is_floating and op.type not in _PASSED:
@@ -66,23 +65,42 @@ def branches(operations, waits=()):
             if not ends or large < 3:
                 continue
             first = [op for op in entries if op.name in way]
-            if before is not None and not _leads(first, before, {*number}, [*waits, *found]):
+            if before is not None and not needs.any_of(first, before):
                 found += [(op, before) for op in first]
+                needs.add(found[-len(first) :])
             before = max(ends, key=lambda op: number[op.name])
     return found
 
 
-def _leads(sources, target, names, waits):
-    """Whether `target` needs one of the operations `sources`, themselves among those of the `names`."""
-    more, queue, seen = {}, [target], set()
-    for op, before in waits:
-        more.setdefault(op.name, []).append(before)
-    while queue:
-        at = queue.pop()
-        if at.name in names and at.name not in seen:
-            seen.add(at.name)
-            queue += [*(x.op for x in at.inputs), *at.control_inputs, *more.get(at.name, ())]
-    return any(op.name in seen for op in sources)
+class _Needs:
+    """Which operations need which, among all that were made since the first of a backward pass.
+
+    Those of a re-run inside are not operations of the backward pass, but lie between some.
+    """
+
+    def __init__(self, first, waits):
+        made = first.graph.get_operations()
+        made = made[next(i for i, op in enumerate(made) if op.name == first.name) :]
+        self._names, self._waits = {op.name for op in made}, {}
+        stateful = [op for op in made if op.op_def.is_stateful]
+        # A function orders these later on, each after the one before at most: an edge must not close a circle with that.
+        self.add([*waits, *((op, before) for before, op in itertools.pairwise(stateful))])
+
+    def add(self, waits):
+        for op, before in waits:
+            self._waits.setdefault(op.name, []).append(before)
+
+    def any_of(self, sources, target):
+        """Whether `target` needs one of `sources`."""
+        wanted, queue, seen = {op.name for op in sources}, [target], set()
+        while queue:
+            at = queue.pop()
+            if at.name in wanted:
+                return True
+            if at.name in self._names and at.name not in seen:
+                seen.add(at.name)
+                queue += [*(x.op for x in at.inputs), *at.control_inputs, *self._waits.get(at.name, ())]
+        return False
 
 
 def _useful(operations, takers):
