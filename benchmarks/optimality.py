@@ -8,7 +8,8 @@ Both plan on the same units (a model's calls, merged) with the same bytes and FL
 solver has not finished, "optimum" is the bound that it has proven, with "at least". The two columns after the ratio have
 more freedom than any `tf.recompute_grad`: in "not nested" stretches may overlap, and let go of what they take before their
 backward pass; in "any", as Checkmate has it, single units may run again as well. "budget" may be below the optimum: it also
-has the plans of other strategies, whose segments begin and end within units. Budgets go from the least that "budget" can
+has the plans of other strategies, whose segments begin and end within units. Both count bytes as the program does: not what a
+graph saves beyond, nor the copies that it makes. Budgets go from the least that "budget" can
 meet to the plain model's peak. The exit status is 1 if "budget" adds more than 1.02 times a proven optimum.
 """
 
@@ -19,6 +20,7 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import argparse
+import dataclasses
 import time
 
 import keras
@@ -79,6 +81,7 @@ def compare(name, arguments, table):
     """Adds a model's rows to the table and returns what is missed."""
     keras.utils.clear_session()
     chain = Stages(graph.read(MODELS[name]())).chain(arguments.batch_size)
+    chain = dataclasses.replace(chain, graph_mode=False)
     cuts, plain = choose_cuts(chain, arguments.units), chain.peak(())
     lowest = chain.peak(least(chain, limit=arguments.units))
     missed = []
