@@ -540,6 +540,19 @@ def test_what_a_product_takes_is_let_go_before_its_gradient_is_made_in_a_re_run(
     assert (c.backward_extra, c.backward_last, c.backward_again) == (kernel + inputs, kernel + inputs, kernel)
 
 
+def test_whose_gradient_is_handed_on_and_what_a_mask_is_made_of():
+    both = [keras.Input((6,)) for _ in range(2)]
+    found = {
+        "add": costs.node_cost(graph.read(keras.Model(both, L.Add()(both))).nodes[-1], BATCH, {}),
+        "dropout": cost(L.Dropout(0.5), (6,)),
+        "dense": cost(L.Dense(6), (6,)),
+    }
+    assert {name: c.passes for name, c in found.items()} == {"add": (True, True), "dropout": (False,), "dense": (False,)}
+    assert found["dropout"].pruned_flops > 0
+    assert found["dropout"].reruns_inputs == (False,)  # the mask alone
+    assert cost(L.Dense(6, activation="gelu"), (6,)).reruns_inputs == (True,)
+
+
 def test_without_any_gradient_nothing_is_kept():
     layer = L.Dense(5, activation="gelu")
     layer.trainable = False
