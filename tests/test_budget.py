@@ -8,7 +8,7 @@ import pytest
 from test_chain import line, make, random_chain, tensor
 
 from tf_ckpt.strategies import full, recursive, sqrt
-from tf_ckpt.strategies.budget import SLOTS, budget, frontier, least
+from tf_ckpt.strategies.budget import SLOTS, _within, budget, frontier, least
 from tf_ckpt.strategies.selective import by_cost
 from tf_ckpt.strategies.tree import Range, depth, tree_of, walk
 from tf_ckpt.strategies.units import choose_cuts
@@ -618,3 +618,17 @@ def test_1000_stages_are_planned_as_well_as_few():
     for share in (0.4,):
         cost = [chain.added_flops(budget(chain, share * chain.peak([]))) / len(chain) for chain in (long, short)]
         assert cost[0] <= 1.05 * cost[1] + 0.01
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_many_trees_are_tried_the_cheapest_that_fits_is_found(seed):
+    rng = np.random.default_rng(seed)
+    chain = line(60, size=rng.integers(1, 30, 60), internal=rng.integers(0, 60, 60), flops=rng.integers(1, 50, 60))
+    table = frontier(chain)
+    trees = [table.tree(m) for m in np.flatnonzero(np.isfinite(table.curve()))]
+    for share in (0.3, 0.5, 0.8):
+        memory = share * chain.peak(())
+        fitting = [chain.added_flops(tree) for tree in trees if chain.peak(tree) <= memory]
+        found = _within(chain, table, memory)
+        assert chain.peak(found) <= memory
+        assert chain.added_flops(found) <= 1.01 * min(fitting)

@@ -695,6 +695,8 @@ def test_what_a_layer_builds_when_it_is_first_called_gets_values():
     c = costs.node_cost(graph.read(model).nodes[0], BATCH, {})
     assert c.traced
     assert c.weight_bytes == FLOAT * (16 * 16 + 16 + 2 * 16)  # kernel, bias, gamma, beta
+    again = keras.Model(inputs, model.layers[1](inputs))  # all is built now
+    assert c == costs._trace(graph.read(again).nodes[0], BATCH, (True,))
     np.testing.assert_array_equal(inner.moving_variance, np.ones(16))
     model.compile("sgd", "mse")
     model.fit(np.ones((8, 16)), np.ones((8, 16)), verbose=0)

@@ -219,6 +219,21 @@ def test_what_lies_between_and_is_no_part_of_the_backward_pass_counts():
     assert branches(operations) == branches(graph.get_operations()[3:]) == []
 
 
+def test_what_a_function_will_order_counts():
+    def pairs(show):
+        with tf.Graph().as_default() as graph:
+            g, x, w = (tf.compat.v1.placeholder("float32", (4, 4)) for _ in range(3))
+            early, late = g * x, tf.square(g)
+            show(late)
+            shown = show(x + w)  # a function runs it after the one above, if both have effects
+            tf.matmul(early + early * early + shown * early, w)
+            tf.matmul(late + late * late, w)
+        return branches(graph.get_operations()[3:])
+
+    assert len(pairs(tf.identity)) == 1
+    assert pairs(lambda x: tf.raw_ops.Print(input=x, data=[x])) == []
+
+
 def test_ordered_branches_give_the_same_gradients():
     model = residual()
     x = np.random.default_rng(0).normal(size=(4, 12, 12, 4)).astype("float32")
