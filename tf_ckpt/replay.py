@@ -274,6 +274,7 @@ class _Run:
         self.place = None if self.graph is None else _Place(name)
         self.result = None
         self.reached, self.raw_reads, self.uses = (), [], []
+        self.upstream = ()
         self.done = False
 
     def __call__(self):
@@ -292,7 +293,7 @@ class _Run:
                     "it captures a tensor that gradients may flow through. Pass the tensor as an argument. "
                     f"Received: {keras_graph.describe(tensor)}."
                 )
-        outputs = _join(outputs, [] if eager else self._read_backward(), self._check_order)
+        outputs = _join(outputs, [] if eager else self._read_backward(), self._arrived)
         count = len(self.record.losses)
         floats = iter(outputs[: len(outputs) - count])
         with tf.name_scope("tf_ckpt_state/"):
@@ -393,6 +394,11 @@ class _Run:
         here = tf.compat.v1.get_default_graph()
         return [x for x in self.watched.read_backward(self.reached) if x.graph is here]
 
+    def _arrived(self, upstream):
+        """Is told of the gradients of the outputs, when the backward pass begins."""
+        self._check_order()
+        self.upstream = upstream
+
     def _check_order(self):
         """Raises if a tape follows the backward pass itself: that a re-run would not show it all."""
         here = self.graph is None or self.graph is tf.compat.v1.get_default_graph()
@@ -453,6 +459,7 @@ class _Run:
             )
         if token is not None:
             readers.end(outputs)
+            readers.run_before(self.upstream)
         return (tf.zeros([]), *outputs)
 
     def _floats(self, flat):
@@ -532,7 +539,7 @@ class _Place:
         return prefix + tensor.op.name[len(outer) :] if tensor.op.name.startswith(outer) else root + tensor.op.name
 
 
-def _join(outputs, read_backward, check):
+def _join(outputs, read_backward, arrived):
     """Passes outputs on, and makes the token's gradient depend on the gradients of all of them.
 
     `tf.recompute_grad` waits for the gradient of its first output only. The token also waits for the forward's own
@@ -543,7 +550,7 @@ def _join(outputs, read_backward, check):
     Args:
         outputs: The token and the outputs of the recomputed function.
         read_backward: Tensors of the forward run.
-        check: Callable that is called before the backward pass.
+        arrived: Callable that is called with the gradients of the outputs before the backward pass.
 
     Returns:
         The list of outputs, without the token.
@@ -556,13 +563,17 @@ def _join(outputs, read_backward, check):
     @tf.custom_gradient
     def join(token, *outputs):
         def gradient(*upstream):
-            check()
             # A gather behind an output sends a sparse gradient; what is recomputed takes it dense, as the plain ops do.
             upstream = [tf.convert_to_tensor(x) for x in upstream]
+            if not eager:
+                upstream = [x if newest < tf_internals.number_here(x) else tf.identity(x) for x in upstream]
+            arrived(upstream)
             if eager:
                 return (tf.zeros([]), *upstream)
             return (zero_after([*upstream, *take_weight_gradients()]) + seen, *upstream)
 
-        return [tf.identity(x) for x in outputs], gradient
+        made = [tf.identity(x) for x in outputs]
+        newest = max((tf_internals.number_here(x) for x in made), default=0)
+        return made, gradient
 
     return join(*outputs)

@@ -46,6 +46,14 @@ def noted(tensor):
     return tensor
 
 
+def idle(value):
+    """Marks what is read of a variable for its gradient alone, so that it does not matter when it is read."""
+    if hasattr(value, "op"):
+        names = value.graph._tf_ckpt_idle = getattr(value.graph, "_tf_ckpt_idle", set())
+        names.add(value.op.name)
+    return value
+
+
 def take_weight_gradients():
     """Returns the gradients that were noted in the present graph since the last time."""
     graph = tf.compat.v1.get_default_graph()
@@ -152,6 +160,8 @@ class Record:
                     value = tf.convert_to_tensor(raw)  # also with a value from outside: it marks the variable as used
                     value._tf_ckpt_snapshot = True
                     from_outside = tf.is_tensor(outside) and not isinstance(outside, tf.Variable)
+                    if from_outside:
+                        idle(value)
                     self.seen[id(variable)] = _Seen(variable, outside if from_outside else value, from_outside)
                     if from_outside and not self.seen[id(variable)].weight and keras_graph.is_state_scope(scope.original_scope):
                         outside._tf_ckpt_snapshot = True  # of an outer segment, so that segments inside may read it
@@ -193,10 +203,11 @@ class Record:
         home = contextlib.nullcontext if tf.executing_eagerly() else tf.compat.v1.get_default_graph().as_default
 
         def weight(seen, value):
-            return _value_of_first_gradient_to_second(value, live(seen))
+            with home():  # it may be first read in a function inside, such as a grouped convolution's
+                return _value_of_first_gradient_to_second(value, live(seen, idle))
 
-        def live(seen):
-            value = tf.convert_to_tensor(seen.raw)
+        def live(seen, used=lambda value: value):
+            value = used(tf.convert_to_tensor(seen.raw))
             return value if token is None else noted(value)
 
         def read(variable):

@@ -329,9 +329,15 @@ def is_compiled(op, name):
     return definition is not None and definition.attr["_XlaMustCompile"].b
 
 
-def run_after(op, before):
-    """Makes a graph operation wait for another one of the same graph."""
-    op._add_control_input(before)
+def run_after(op, *before):
+    """Makes a graph operation wait for others of the same graph."""
+    op._add_control_inputs(before)
+
+
+def number_here(tensor):
+    """Returns a number that grows from tensor to tensor made, or -1 if no operation of the present graph makes this one."""
+    made = getattr(tensor, "graph", None) is tf.compat.v1.get_default_graph() and tensor.op.type != "Placeholder"
+    return tensor._id if made else -1
 
 
 def gpu_limits():
