@@ -134,6 +134,7 @@ class Stages:
             backward_again=np.array([c.backward_again if c.traced else c.backward_extra for c in costs], float),
             shared=self._shared(),
             unknown=tuple(sorted({kind for c in costs for kind in c.unknown})),
+            untraced=tuple(name for name, c in zip(self.names, costs, strict=True) if not c.traced),
             **_parts(costs),
             fixed=self._fixed(costs, reach),
             joins_before=np.array([c.elementwise_start for c in costs], bool),
