@@ -44,7 +44,7 @@ def check(name, strategy, mode):
     assert not found.names, f"{len(found.names)} of {found.count} differ, by {found.largest:.3g} at most: {found.names[-3:]}"
 
 
-@pytest.mark.parametrize(("name", "strategy"), pairs())
+@pytest.mark.parametrize(("name", "strategy"), list(pairs()))
 def test_a_model_trains_as_plain(name, strategy):
     check(name, strategy, "graph")
 
