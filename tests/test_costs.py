@@ -934,3 +934,34 @@ def test_predicted_bytes_are_those_measured(make):
         predicted = tf_ckpt.plan(model, "none", batch_size=x.shape[0]).plain_activation_bytes
     measured = measured_bytes(model, x)
     assert 0.85 * measured <= predicted <= 1.15 * measured
+
+
+class Adapted(keras.layers.Layer):
+    """A block that is frozen as a whole, with a weight inside that is not, as LoRA makes it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.frozen, self.adapter = keras.layers.Dense(width, activation="gelu"), keras.layers.Dense(width, activation="gelu")
+
+    def build(self, shape):
+        self.frozen.build(shape)
+        self.adapter.build(shape)
+
+    def call(self, x):
+        return self.frozen(x) + self.adapter(x)
+
+
+def test_what_is_trained_inside_a_frozen_layer_counts():
+    inputs = x = keras.Input((16,))
+    for _ in range(8):
+        x = Adapted(16)(x)
+    model = keras.Model(inputs, keras.layers.Dense(2)(x))
+    for layer in model.layers[1:]:
+        layer.trainable = False
+    for layer in model.layers[1:-1]:
+        layer.adapter.trainable = True
+    assert len(model.trainable_weights) == 16
+    assert not model.layers[1].trainable_weights
+    plan = tf_ckpt.plan(model, "sqrt", batch_size=4096)
+    assert plan.segments
+    assert plan.activation_bytes < 0.7 * plan.plain_activation_bytes

@@ -439,7 +439,7 @@ def changed(plan, tmp_path, change):
     return tmp_path / "plan.json"
 
 
-@pytest.mark.parametrize("key", [key for key in FIELDS if key != "unit"])
+@pytest.mark.parametrize("key", [key for key in FIELDS if key not in ("unit", "untraced")])
 def test_a_file_without_a_key(plan, tmp_path, key):
     path = changed(plan, tmp_path, lambda content: content.pop(key))
     with pytest.raises(CheckpointError, match=rf"A plan needs '{key}': .*Received: path=.*, which has \['"):
@@ -454,7 +454,11 @@ def test_a_file_with_a_segment_without_a_key(plan, tmp_path, key):
 
 
 def test_a_file_from_before_plans_in_seconds(plan, tmp_path):
-    path = changed(plan, tmp_path, lambda content: [content.pop("unit"), content["segments"][0].pop("rerun_seconds")])
+    path = changed(
+        plan,
+        tmp_path,
+        lambda content: [content.pop("unit"), content.pop("untraced"), content["segments"][0].pop("rerun_seconds")],
+    )
     assert dataclasses.astuple(Plan.load(path)) == dataclasses.astuple(plan)
 
 
@@ -496,6 +500,7 @@ def put(key, value, *place):
         (put("keeps_bytes", -1, "segments", 1), r"'keeps_bytes' must be .*keeps_bytes=-1"),
         (put("rerun_flops", "1", "segments", 1), r"'rerun_flops' must be .*rerun_flops='1'"),
         (put("rerun_seconds", -1, "segments", 1), r"'rerun_seconds' must be .*rerun_seconds=-1"),
+        (put("untraced", [1]), r"'untraced' must be a list of the names of calls. Received: .*untraced=\[1\]"),
         (put("unit", "ms"), r"'unit' must be 'FLOPs' or 'seconds'. Received: .*unit='ms'"),
         (put("inside", None, "segments", 1), r"'inside' must be a list of segments.*inside=None"),
         (put(1, 5, "segments"), r"'segments' must be .*segments=5"),

@@ -65,6 +65,22 @@ def test_a_model_is_rounded_as_plain(make, strategy, name):
     assert_same(want, got, "graph")
 
 
+# What passes the gradient on from one segment to the one before must sort as the plain gradient does.
+@pytest.mark.parametrize("pool", [L.GlobalMaxPooling2D, L.GlobalAveragePooling2D], ids=["max", "mean"])
+@pytest.mark.parametrize("name", ["alpha", "Zeta", "zeta"])
+def test_a_gradient_between_segments_is_rounded_as_plain(name, pool):
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((4, 4, 8))
+    x = L.BatchNormalization()(L.Conv2D(16, 1, use_bias=False)(inputs))
+    x = pool(keepdims=True)(L.Activation("hard_silu")(x))
+    x = L.Activation("hard_silu")(L.Conv2D(8, 1)(x))
+    model = keras.Model(inputs, L.Dense(4)(L.Flatten()(x)), name=name)
+    ours = tf_ckpt.apply(model, lambda chain: [(0, 3), (3, 6)], batch_size=8)
+    state = model.trainable_variables, model.non_trainable_variables
+    want, got = (step(model_loss(m, True), *state, [values(8, 4, 4, 8)], "graph") for m in (model, ours))
+    assert_same(want, got, "graph")
+
+
 FUNCTIONS = {
     "product": lambda x, z: z * (x * 0.3),
     "left": lambda x, z: (z * 0.3) * x,

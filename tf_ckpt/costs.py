@@ -263,7 +263,7 @@ _METHODS = ("build", "quantize")  # Keras' own wrappers, which bear the layer's 
 
 
 def _weights(node):
-    return getattr(node.operation, "trainable_weights", [])
+    return keras_graph.trained_weights(node.operation)
 
 
 def _weight_bytes(node):

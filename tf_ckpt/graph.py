@@ -528,6 +528,14 @@ def sublayers(layer):
     return list(layer._flatten_layers()) if isinstance(layer, keras.Layer) else []
 
 
+def trained_weights(operation):
+    """Returns the weights of a layer that its model trains: `trainable_weights` hides those inside a frozen layer.
+
+    LoRA freezes a block and then thaws what it has put into it, which the model trains and the block denies.
+    """
+    return [v for v in getattr(operation, "weights", ()) if v.trainable]
+
+
 def plain_arguments(node):
     """Returns what a node was called with, tensors left out."""
     args, kwargs = node.arguments.args, node.arguments.kwargs

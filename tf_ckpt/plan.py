@@ -68,6 +68,8 @@ class Plan:
         plain_moments: The same without recompute.
         curve: Pairs `(peak_bytes, overhead)` of the plans that other budgets give; empty if they are not known.
         unknown: Types of operations whose FLOPs are not known: the elements that they make count instead.
+        untraced: Names of the calls that could not be traced, so that what they keep and cost is guessed from the sizes of
+            their outputs.
         unit: `"FLOPs"`, or `"seconds"` if a `Calibration` of a device priced what is run again: what the strategy had as
             little as possible of, and `overhead` and `curve` are shares of.
     """
@@ -85,6 +87,7 @@ class Plan:
     plain_moments: tuple = dataclasses.field(default=(), compare=False, repr=False)
     curve: tuple = dataclasses.field(default=(), compare=False, repr=False)
     unknown: tuple = dataclasses.field(default=(), compare=False, repr=False)
+    untraced: tuple = dataclasses.field(default=(), compare=False, repr=False)
     unit: str = "FLOPs"
 
     @classmethod
@@ -127,6 +130,7 @@ class Plan:
             moments=moments,
             plain_moments=plain,
             unknown=tuple(chain.unknown),
+            untraced=tuple(chain.untraced),
             unit="FLOPs" if chain.unit == "FLOPs" else "seconds",
             curve=tuple((int(size), float(overhead)) for size, overhead in curve),
         )
@@ -180,6 +184,11 @@ class Plan:
                 f"With {fixed}: {self.plain_peak_bytes / MIB:,.1f} MiB plain, {self.peak_bytes / MIB:,.1f} MiB planned.",
                 f"Re-runs: {100 * self.overhead:.1f} % of the plain step's {unit_text(self.unit)}.",
                 *([f"Counted by the size of what they make: {', '.join(self.unknown)}."] if self.unknown else []),
+                *(
+                    [f"Could not be traced, costs guessed from output sizes: {_listed(self.untraced)}."]
+                    if self.untraced
+                    else []
+                ),
             ):
                 console.print(line, soft_wrap=True)
         (print_fn or print)(captured.get())
@@ -314,6 +323,11 @@ def _frees(chain, taken, r, begin, end):
         if max(begin, 0) <= t.producer < r.start and not any(begin <= s < end for s in t.inner):
             freed -= t.size
     return freed
+
+
+def _listed(names, most=5):
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _add_rows(table, segment, number, level, unit):

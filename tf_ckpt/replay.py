@@ -503,6 +503,9 @@ def _enter(inputs, originals, token, place, readers):
         lone = readers.lone()
         if lone:
             keep(zero_after(lone))
+        name = place.passing_on(upstream)
+        if name:
+            tf_internals.name_next("IdentityN", name)  # in which `tf.recompute_grad` passes the gradients on
         return upstream
 
     with tf_internals.recorded(gradient, inputs) as made:
@@ -529,6 +532,18 @@ class _Place:
     def rerun(self):
         """Returns the name scope of the re-run's operations."""
         return tf.compat.v1.name_scope(self._names()[1] or None)
+
+    def passing_on(self, gradients):
+        """Returns the name of what passes on the gradients of the run's inputs, or None where TensorFlow's own will do.
+
+        It stands where the first of them stands in the plain graph. A tape calls that `gradient_tape/...`, unless it is a sum,
+        whose name begins as that of an "IdentityN" does.
+        """
+        here = tf.compat.v1.get_default_graph()
+        names = [x.op.name for x in gradients if x is not None]
+        if here is not self._graph or not names or not names[0].startswith("gradient_tape/"):
+            return None
+        return f"{names[0]}/IdentityN"
 
     def inside(self, tensor):
         """Returns what `tensor` of the forward run is called in the re-run, or None if it has no name."""

@@ -134,6 +134,7 @@ class Stages:
             backward_again=np.array([c.backward_again if c.traced else c.backward_extra for c in costs], float),
             shared=self._shared(),
             unknown=tuple(sorted({kind for c in costs for kind in c.unknown})),
+            untraced=tuple(name for name, c in zip(self.names, costs, strict=True) if not c.traced),
             **_parts(costs),
             fixed=self._fixed(costs, reach),
             joins_before=np.array([c.elementwise_start for c in costs], bool),
@@ -153,7 +154,7 @@ class Stages:
         """Returns for each stage which of its inputs a gradient is asked for: those after the first trainable weight."""
         wanted = [[False] * len(node.inputs) for node in self.nodes]
         for _, producer, uses in self._tensors.values():  # in the order in which they are made
-            if producer >= 0 and (any(wanted[producer]) or getattr(self.nodes[producer].operation, "trainable_weights", [])):
+            if producer >= 0 and (any(wanted[producer]) or keras_graph.trained_weights(self.nodes[producer].operation)):
                 for stage, places in uses.items():
                     for position in places:
                         wanted[stage][position] = True
@@ -163,7 +164,7 @@ class Stages:
         """Returns the stages of each layer with trainable weights that is called more than twice."""
         calls = {}
         for stage, node in enumerate(self.nodes):
-            if getattr(node.operation, "trainable_weights", None):
+            if keras_graph.trained_weights(node.operation):
                 calls.setdefault(id(node.operation), []).append(stage)
         return tuple(tuple(stages) for stages in calls.values() if len(stages) > 2)
 

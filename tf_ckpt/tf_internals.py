@@ -58,6 +58,33 @@ def recorded(gradient, inputs):
     record.record_operation("TfCkpt", made, list(inputs), gradient)
 
 
+def name_next(op_type, name):
+    """Gives the next operation of a type in the present graph a name, whatever scope it is made in.
+
+    Args:
+        op_type: String, such as `"IdentityN"`.
+        name: String. What else is called so gets a number behind it, as always.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    present = graph._create_op_internal
+    before = None if getattr(present, "__func__", None) is type(graph)._create_op_internal else present
+    reference = weakref.ref(graph)  # a graph that held itself would outlive its model
+
+    def named(kind, *args, **kwargs):
+        graph = reference()
+        if kind == op_type:
+            if before is None:
+                del graph._create_op_internal
+            else:
+                graph._create_op_internal = before
+            with graph.name_scope(None):
+                kwargs["name"] = graph.unique_name(name) + "/"  # taken as it is
+        create = type(graph)._create_op_internal.__get__(graph) if before is None else before
+        return create(kind, *args, **kwargs)
+
+    graph._create_op_internal = named
+
+
 class _GradientEntries(dict):
     """TensorFlow's registry of gradient functions, with weak entries for recompute.
 

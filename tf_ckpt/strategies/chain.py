@@ -88,6 +88,7 @@ class Chain:
         shared: Tuples of the stages that share trainable weights, if they are more than two.
         gradients_wait: Whether all weight gradients of a step are held until the last one is there.
         unknown: Types of the operations whose FLOPs are not known, so that their outputs' elements stand for them.
+        untraced: Names of the stages that could not be traced: the sizes of their outputs stand for their costs.
         unit: `"FLOPs"` or `"nanoseconds"`: not seconds, so that the numbers are far above 1, as FLOPs are.
         counted: The same chain in FLOPs, where the unit is another; else None.
     """
@@ -116,6 +117,7 @@ class Chain:
     batch_size: int
     shared: tuple = ()
     unknown: tuple = ()
+    untraced: tuple = ()
     gradients_wait: bool = True
     graph_mode: bool = False
     backward_last: np.ndarray | None = None
