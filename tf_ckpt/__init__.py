@@ -59,6 +59,8 @@ if _keras.backend.backend() != "tensorflow":
 from tf_ckpt import callbacks, layers, saving, strategies  # noqa: E402, F401
 from tf_ckpt.batch_size import max_batch_size  # noqa: E402
 from tf_ckpt.calibration import Calibration  # noqa: E402
+from tf_ckpt.check import check  # noqa: E402
+from tf_ckpt.check_report import CheckReport, Difference  # noqa: E402
 from tf_ckpt.compare import compare  # noqa: E402
 from tf_ckpt.errors import CheckpointError, CheckpointWarning  # noqa: E402
 from tf_ckpt.layers import Recompute  # noqa: E402
@@ -73,14 +75,17 @@ if _watched:
 __version__ = "0.1.0"
 __all__ = [
     "Calibration",
+    "CheckReport",
     "CheckpointError",
     "CheckpointWarning",
+    "Difference",
     "Plan",
     "Recompute",
     "Segment",
     "apply",
     "calibrate",
     "callbacks",
+    "check",
     "compare",
     "disabled",
     "is_recomputing",

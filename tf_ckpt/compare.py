@@ -161,7 +161,7 @@ def _together(model, plans, arguments, batches, steps, bar):
         return outcome
 
     try:
-        with _no_retracing_warnings():
+        with no_retracing_warnings():
             found = _in_turns(plans, _WARM_UP + steps, turn, bar)
         digests = {}
         for name in plans:
@@ -173,7 +173,7 @@ def _together(model, plans, arguments, batches, steps, bar):
 
 
 @contextlib.contextmanager
-def _no_retracing_warnings():
+def no_retracing_warnings():
     """A scope in which TensorFlow does not warn that several models are traced: each is traced once, and should be."""
 
     def keep(record):

@@ -1,5 +1,7 @@
 """The errors and warnings of tf_ckpt: one family, so that a caller can catch it."""
 
+import re
+
 
 class CheckpointError(ValueError):
     """Something cannot be checkpointed exactly, or was asked for wrongly."""
@@ -16,6 +18,12 @@ def quoted(value):
 
 
 def first_line(error):
-    """Returns the first line of an error's message, which Keras and TensorFlow follow up with pages, without a full stop."""
-    lines = str(error).strip().splitlines() or ["without a message"]
+    """Returns what an error says, as one line without a full stop: Keras and TensorFlow go on for pages.
+
+    Keras puts the name of the layer on the first line, and what is wrong behind it.
+    """
+    lines = [re.sub(r"\x1b\[\d*m", "", line).strip() for line in str(error).strip().splitlines()]
+    lines = [line for line in lines if line] or ["without a message"]
+    if len(lines) > 1 and lines[0].startswith("Exception encountered when calling"):
+        lines = [f"{lines[0].removeprefix('Exception encountered when calling').strip().rstrip('.')}: {lines[1]}"]
     return (lines[0] if len(lines[0]) <= 300 else lines[0][:297] + "...").rstrip(". ")

@@ -83,7 +83,7 @@ class StateScope(keras.StatelessScope):
     def __init__(self, read, update):
         super().__init__(collect_losses=True, initialize_variables=False)
         self._read, self._update = read, update
-        self.owners = {}
+        self.owners, self.updates = {}, {}
 
     def get_current_value(self, variable):
         value = self._read(variable)
@@ -452,15 +452,28 @@ def held_variables(owner):
         A list of `keras.Variable` and `tf.Variable`, each once, in an order that depends on the names of attributes alone, so
         that a model and its copy from a file have the same.
     """
-    found, seen, waiting = {}, set(), [owner]
+    found = {id(x): x for x in _held(owner) if isinstance(x, (keras.Variable, tf.Variable))}
+    raw = {id(v._value) for v in found.values() if isinstance(v, keras.Variable)}
+    return [v for number, v in found.items() if number not in raw]
+
+
+def holders(owner):
+    """Returns a layer, metric or optimizer and all such objects inside it, in whatever attribute, each once."""
+    return [x for x in _held(owner) if isinstance(x, _HOLDERS)]
+
+
+def _held(owner):
+    """Yields what an object holds, itself first: see `held_variables`."""
+    seen, waiting = set(), [owner]
     while waiting:
         value = waiting.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
+        yield value
         if isinstance(value, (keras.Variable, tf.Variable)):
-            found[id(value)] = value
-        elif isinstance(value, collections.abc.Mapping):
+            continue
+        if isinstance(value, collections.abc.Mapping):
             waiting += [value[key] for key in sorted(value, key=str, reverse=True)]
         elif isinstance(value, (list, tuple)):
             waiting += reversed(value)
@@ -471,8 +484,6 @@ def held_variables(owner):
             waiting += [
                 own[name] for name in sorted(own, reverse=True) if name not in _BESIDE and not name.startswith("_self_")
             ]
-    raw = {id(v._value) for v in found.values() if isinstance(v, keras.Variable)}
-    return [v for number, v in found.items() if number not in raw]
 
 
 _HOLDERS = (KerasSaveable, keras.random.SeedGenerator, tf.Module, tf.random.Generator)
@@ -515,6 +526,16 @@ def check_step(twin, batch):
     x, y, weight = (*specs, None, None)[:3]
     predicted = compute_output_spec(twin, x, training=False)
     compute_output_spec(twin.compute_loss, x, y, predicted, sample_weight=weight)
+
+
+def loss_of(model, x, y, outputs, sample_weight):
+    """Returns the loss that a compiled model's training step computes, `add_loss` and regularizers included."""
+    return model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True)
+
+
+def has_own_loss(model):
+    """Returns whether a model's class says itself what its loss is."""
+    return type(model).compute_loss is not keras.Model.compute_loss
 
 
 def has_own_step(model):
@@ -562,6 +583,41 @@ def no_side_effects(operation):
             scope.owned_losses()
     finally:
         global_state.set_global_attribute("current_call_ctx", context)
+
+
+_own_attributes = set()
+
+
+def own_attributes():
+    """Returns the names of the attributes that Keras itself gives to layers and models."""
+    if not _own_attributes:
+        counters = name_counters()
+        for made in (keras.layers.Layer(), keras.Model(), keras.Sequential()):
+            _own_attributes.update(vars(made))
+        set_name_counters(counters)
+    return _own_attributes
+
+
+@contextlib.contextmanager
+def watching_calls(around):
+    """Has this thread's calls of layers and operations go through `around(operation, call, args, kwargs)` in this scope.
+
+    Args:
+        around: Callable that returns `call(*args, **kwargs)`.
+    """
+    original, thread = keras.Operation.__call__, threading.get_ident()
+
+    @functools.wraps(original)
+    def __call__(self, *args, **kwargs):
+        if threading.get_ident() != thread:
+            return original(self, *args, **kwargs)
+        return around(self, functools.partial(original, self), args, kwargs)
+
+    keras.Operation.__call__ = __call__
+    try:
+        yield
+    finally:
+        keras.Operation.__call__ = original
 
 
 def compiled_call(function):

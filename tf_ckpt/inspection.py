@@ -19,7 +19,7 @@ import tensorflow as tf
 from tf_ckpt import tf_internals
 from tf_ckpt.errors import CheckpointError, CheckpointWarning
 
-_RANDOM = frozenset(
+RANDOM = frozenset(
     [
         "RandomUniform",
         "RandomUniformInt",
@@ -124,7 +124,7 @@ def unrepeatable(op_type, stateful=False):
         op_type: String.
         stateful: Whether the operation calls a function that TensorFlow says has state.
     """
-    if op_type in _RANDOM:
+    if op_type in RANDOM:
         return f"draws random numbers with TensorFlow's {op_type}; use `keras.random` with a `keras.random.SeedGenerator`"
     if stateful:
         return "calls a `tf.function` that holds variables or other state, which recompute cannot see; take the decorator off"

@@ -61,7 +61,25 @@ def _is_disabled():
 
 
 def is_recomputing():
-    """Returns True inside the re-run of a recomputed function, False in every forward run."""
+    """Returns True inside the re-run of a recomputed function, False in every forward run.
+
+    For authors of layers: what a layer does in Python (a print, a counter, a log) happens in both runs. What shall happen
+    once a step is done in the forward run alone. Values must not depend on it: those of both runs must be the same, as
+    `tf_ckpt.check` tells. State belongs into Keras variables, which need no such care.
+
+    Returns:
+        Boolean. In a graph it is the value while the call is traced.
+
+    Example:
+
+    ```python
+    class Block(keras.layers.Layer):
+        def call(self, x):
+            if not tf_ckpt.is_recomputing():
+                self.calls += 1  # a Python attribute: would move twice
+            return self.dense(x)
+    ```
+    """
     return getattr(_local, "recomputing", 0) > 0
 
 
@@ -124,6 +142,23 @@ def watching_calls(callback):
         yield
     finally:
         _listeners.remove(callback)
+
+
+@contextlib.contextmanager
+def observed(observer):
+    """A scope in which `observer` is told of what this thread recomputes. Nothing is warned of, and nothing is remembered.
+
+    Args:
+        observer: An object with the methods `calling(run, again)`, a context manager around each call of a recomputed function,
+            with whether it is a re-run; `called(run, again, result, updates, losses)` when such a call was good, with what
+            the function returned, a dict from the `id` of each variable that it wrote to the value, and a list of pairs of a
+            layer and a loss that it added; and `runs_plain(name, reason)`. A run has the attributes `name` and `fn`.
+    """
+    before, _local.observer = getattr(_local, "observer", None), observer
+    try:
+        yield
+    finally:
+        _local.observer = before
 
 
 def recompute(fn, *, name=None):
@@ -216,7 +251,8 @@ def run(fn, args, kwargs, name, memo=None, logits=True):
     leaves = tf.nest.flatten((args, kwargs), expand_composites=True)
     if not can_run(leaves):
         return fn(*args, **kwargs)
-    memo = memo or inspection.memo_of(fn)
+    observer = getattr(_local, "observer", None)
+    memo = inspection.Memo() if observer is not None else memo or inspection.memo_of(fn)
     signature = inspection.signature(leaves, keras_graph.current_training(), len(args), kwargs)
     if memo.plain(signature):
         return fn(*args, **kwargs)
@@ -230,7 +266,10 @@ def run(fn, args, kwargs, name, memo=None, logits=True):
             _restore_masks(leaves, masks)
         except inspection.RunPlain as found:
             _restore_masks(leaves, masks)
-            memo.set_plain(signature, found, name)
+            if observer is None:
+                memo.set_plain(signature, found, name)
+            else:
+                observer.runs_plain(name, str(found))
             break
     return fn(*args, **kwargs)
 
@@ -276,6 +315,7 @@ class _Run:
         self.reached, self.raw_reads, self.uses = (), [], []
         self.upstream = ()
         self.done = False
+        self.observer = getattr(_local, "observer", None)
 
     def __call__(self):
         inputs = [self.leaves[places[0]] for places in self.places] + self.lifted
@@ -334,7 +374,10 @@ class _Run:
                     leaves[i] = tf.identity(leaf) if token is None else tie(leaf, token)
                     _carry_mask(self.masks[i], leaves[i], token)
         args, kwargs = tf.nest.pack_sequence_as(self.structure, leaves, expand_composites=True)
-        return self.fn(*args, **kwargs)
+        if self.observer is None:
+            return self.fn(*args, **kwargs)
+        with self.observer.calling(self, self.done):
+            return self.fn(*args, **kwargs)
 
     def _forward(self, inputs):
         lifted = inputs[len(self.places) :]
@@ -378,6 +421,9 @@ class _Run:
         self.result = result, [_FLOAT if _differentiable(x) else x for x in flat], masks, list(behind)
         self.raw_reads = self._raw_reads()
         self.kinds = [(x.dtype, x.shape) for x in outputs]
+        if self.observer is not None:
+            updates = {number: value for number, (_, value) in self.record.updates.items()}
+            self.observer.called(self, False, result, updates, self.record.losses)
         self.done = True
         return (tf.zeros([]), *outputs)
 
@@ -445,7 +491,10 @@ class _Run:
         lifted = inputs[len(self.places) :]
         with _recomputing(1), self.record.rerun(lifted, token) as scope:
             result = self._call(inputs, token)
-            losses = [loss for _, loss in scope.owned_losses()]
+            made = scope.owned_losses()
+        losses = [loss for _, loss in made]
+        if self.observer is not None:
+            self.observer.called(self, True, result, scope.updates, made)
         floats, behind = self._floats(tf.nest.flatten(result, expand_composites=True))
         outputs = [*floats, *behind.values(), *losses]
         kinds = [(x.dtype, x.shape) for x in outputs]

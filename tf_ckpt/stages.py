@@ -13,6 +13,8 @@ from tf_ckpt.layers.recompute import Recompute
 from tf_ckpt.strategies.chain import Chain, Tensor
 from tf_ckpt.strategies.tree import tree_of, walk
 
+RECOMPUTES = "it is or holds a `Recompute` layer, which looks after itself"
+
 
 class Stages:
     """The calls of a model, nested models opened, in the order in which they run.
@@ -23,10 +25,11 @@ class Stages:
         ranges: List of pairs (start, stop): the stages of each nested model.
         inside: Dict from the name of a nested model's call to its `(start, stop)`.
         models: Dict from that name to the model.
+        unfit: Dict from the name of each call that no plan may recompute to the reason. Known once there is a `chain`.
     """
 
     def __init__(self, level):
-        self.nodes, self.names, self.ranges, self.inside, self.models = [], [], [], {}, {}
+        self.nodes, self.names, self.ranges, self.inside, self.models, self.unfit = [], [], [], {}, {}, {}
         self._tensors = {}  # number -> [spec, producer, {stage: positions in the node's inputs}]
         numbers = {x: self._tensor(None, -1) for x in level.inputs}
         self._walk(level, numbers, "")
@@ -169,33 +172,34 @@ class Stages:
         return tuple(tuple(stages) for stages in calls.values() if len(stages) > 2)
 
     def _fixed(self, costs, reach):
-        fixed = np.zeros(len(self.nodes), bool)
         for stage, (node, cost) in enumerate(zip(self.nodes, costs, strict=True)):
-            fixed[stage] = must_stay_plain(node) or not reach[stage] or bool(cost.unrepeatable)
+            reason = f"it {cost.unrepeatable}" if cost.unrepeatable else reason_to_stay_plain(node)
+            if not reach[stage]:
+                reason = reason or "nothing that it makes reaches an output of the model"
+            if reason:
+                self.unfit[self.names[stage]] = reason
             if cost.unrepeatable:
                 warnings.warn(
                     f"'{self.names[stage]}' runs plain in every plan: it {cost.unrepeatable}.",
                     CheckpointWarning,
                     stacklevel=6,
                 )
-        return fixed
+        return np.array([name in self.unfit for name in self.names], bool)
 
     def _input_spec(self, number, stage):
         node = self.nodes[stage]
         return node.specs[node.inputs[self._tensors[number][2][stage][0]]]
 
 
-def must_stay_plain(node):
-    """Returns True for a call that recompute would change or gain nothing from.
-
-    The gradient of an embedding table is sparse, and recompute would make it as large as the table; a `Recompute` layer
-    looks after itself; a `call` that is a `tf.function` hides what it does.
-    """
+def reason_to_stay_plain(node):
+    """Returns why recompute would change a call or gain nothing from it, or ""."""
     layers = keras_graph.sublayers(node.operation)
-    return (
-        any(isinstance(layer, (keras.layers.Embedding, Recompute)) for layer in layers)
-        or keras_graph.compiled_call(node.operation) is not None
-    )
+    if any(isinstance(layer, keras.layers.Embedding) for layer in layers):
+        return "the gradient of an embedding table is sparse, and recompute would make it as large as the table"
+    if any(isinstance(layer, Recompute) for layer in layers):
+        return RECOMPUTES
+    hidden = keras_graph.compiled_call(node.operation)
+    return "" if hidden is None else f"the `call` of {hidden} is a `tf.function`, which recompute cannot see into"
 
 
 def refusal(stages, plan):
@@ -212,7 +216,7 @@ def refusal(stages, plan):
                 return f"there is no part inside '{name}' that can be recomputed alone"
             continue
         for k in range(r.start, r.stop):
-            if must_stay_plain(stages.nodes[k]):
+            if reason_to_stay_plain(stages.nodes[k]):
                 return f"'{stages.names[k]}' cannot be recomputed: embeddings and `Recompute` layers never are"
         for start, stop in stages.ranges:
             overlap = (max(r.start, start), min(r.stop, stop))

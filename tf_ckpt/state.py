@@ -235,6 +235,7 @@ class Record:
         with self.surroundings.entered(), keras_graph.losses_kept(owners):
             # What is assigned may depend on what is differentiated; a variable read back never does.
             scope = keras_graph.StateScope(read, lambda v, value: updates.__setitem__(id(v), tf.stop_gradient(value)))
+            scope.updates = updates
             with scope:
                 yield scope
             scope.owned_losses()

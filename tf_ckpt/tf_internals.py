@@ -3,6 +3,7 @@
 A new TensorFlow breaks this file or none. What is here:
 
 - whether any gradient tape is active (eager runs without one need no recompute);
+- what random operations without a seed go on with;
 - a gradient registry that lets traced graphs go;
 - a watcher of the operations that a piece of Python runs, in eager and in graph mode, and one of the tapes it opens;
 - whether a thread is a replica's;
@@ -24,12 +25,38 @@ from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager import execute as eager_execute
 from tensorflow.python.framework import function_def_to_graph, op_def_registry, ops
+from tensorflow.python.ops import stateful_random_ops
 from tensorflow.python.profiler import profiler_v2
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 _CUSTOM = "CustomGradient-"
 _READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp", "VariableShape"})
 _PASS = frozenset({"Identity", "IdentityN", "StopGradient", "PreventGradient"})
+
+
+@contextlib.contextmanager
+def random_operations_kept():
+    """A scope after which TensorFlow's own random operations go on as if nobody had called `tf.random.set_seed` in it.
+
+    What the kernels of operations with a seed of their own remember is lost, as `set_seed` does it.
+    """
+    present = context.context()
+    seed, generator = present._seed, getattr(present, "_rng", None)  # there is none before the first `set_seed`
+    state = None if generator is None else generator.getstate()
+    shared = stateful_random_ops.global_generator
+    try:
+        yield
+    finally:
+        present._seed = seed
+        if generator is not None:
+            present._rng = generator
+            generator.setstate(state)
+        stateful_random_ops.global_generator = shared
+
+
+def global_generator():
+    """Returns the `tf.random.Generator` that `tf.random.get_global_generator` returns, or None while there is none."""
+    return stateful_random_ops.global_generator
 
 
 def tape_is_active():

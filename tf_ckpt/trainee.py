@@ -110,7 +110,7 @@ def training_arguments(model, optimizer=None, loss=None, jit_compile=None, defau
     if not (jit_compile is None or isinstance(jit_compile, bool) or (isinstance(jit_compile, str) and jit_compile == "auto")):
         raise CheckpointError(f'`jit_compile` must be True, False, "auto" or None. Received: jit_compile={quoted(jit_compile)}')
     if loss is not None:
-        _check_loss(loss)
+        check_loss(loss)
         arguments.pop("loss_weights", None)
         arguments["loss"] = loss
     if jit_compile is not None:
@@ -140,7 +140,8 @@ def checked_optimizer(optimizer):
     return found
 
 
-def _check_loss(loss):
+def check_loss(loss):
+    """Refuses a loss that `compile` would not take."""
     for one in keras.tree.flatten(loss):
         try:
             known = one is None or callable(keras.losses.get(one))
