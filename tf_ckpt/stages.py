@@ -170,7 +170,7 @@ class Stages:
     def _fixed(self, costs, reach):
         fixed = np.zeros(len(self.nodes), bool)
         for stage, (node, cost) in enumerate(zip(self.nodes, costs, strict=True)):
-            fixed[stage] = must_stay_plain(node) or not reach[stage] or bool(cost.unrepeatable)
+            fixed[stage] = must_stay_plain(node.operation) or not reach[stage] or bool(cost.unrepeatable)
             if cost.unrepeatable:
                 warnings.warn(
                     f"'{self.names[stage]}' runs plain in every plan: it {cost.unrepeatable}.",
@@ -184,16 +184,16 @@ class Stages:
         return node.specs[node.inputs[self._tensors[number][2][stage][0]]]
 
 
-def must_stay_plain(node):
-    """Returns True for a call that recompute would change or gain nothing from.
+def must_stay_plain(operation):
+    """Returns True for a layer or operation that recompute would change or gain nothing from.
 
     The gradient of an embedding table is sparse, and recompute would make it as large as the table; a `Recompute` layer
     looks after itself; a `call` that is a `tf.function` hides what it does.
     """
-    layers = keras_graph.sublayers(node.operation)
+    layers = keras_graph.sublayers(operation)
     return (
         any(isinstance(layer, (keras.layers.Embedding, Recompute)) for layer in layers)
-        or keras_graph.compiled_call(node.operation) is not None
+        or keras_graph.compiled_call(operation) is not None
     )
 
 
@@ -211,7 +211,7 @@ def refusal(stages, plan):
                 return f"there is no part inside '{name}' that can be recomputed alone"
             continue
         for k in range(r.start, r.stop):
-            if must_stay_plain(stages.nodes[k]):
+            if must_stay_plain(stages.nodes[k].operation):
                 return f"'{stages.names[k]}' cannot be recomputed: embeddings and `Recompute` layers never are"
         for start, stop in stages.ranges:
             overlap = (max(r.start, start), min(r.stop, stop))
