@@ -66,7 +66,7 @@ class Advice:
         recomputed = plan is not None and bool(plan.segments)
         if not recomputed:
             self._weights(model, above)
-        elif report["batch_size"] == plan.batch_size:  # the plan's figures are those of this fit
+        elif plan.has_figures and report["batch_size"] == plan.batch_size:  # the plan's figures are those of this fit
             self._weights(model, max(above, plan.plain_activation_bytes))
             self._unchanged(plan, above, report)
 

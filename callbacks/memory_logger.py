@@ -358,7 +358,7 @@ def _predicted(plan):
     """What a plan says, or None throughout; shares as of the step with recompute, as the measured one is."""
     keys = ("peak_memory_mib", "held_mib", "plain_peak_memory_mib", "recompute_overhead")
     found = dict.fromkeys((*(f"predicted_{key}" for key in (*keys, "recompute_overhead_unit", "batch_size")),))
-    if plan is not None:
+    if plan is not None and plan.has_figures:
         held = plan.weight_bytes + plan.optimizer_bytes
         sizes = (plan.peak_bytes, held, plan.plain_peak_bytes)
         found.update({f"predicted_{key}": size / memory.MIB for key, size in zip(keys, sizes, strict=False)})

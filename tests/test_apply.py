@@ -742,7 +742,8 @@ def test_a_subclassed_model_is_told_of_recompute(function, built):
     text = str(raised.value)
     assert "Model 'python' is no graph of layers, since its `call` is Python code." in text
     assert "\n    self.block = tf_ckpt.Recompute(Block(...))  # instead of Block(...)" in text
-    assert text.endswith("Received: model of class Subclassed")
+    assert "\n    self.blocks = [tf_ckpt.Recompute(Block(...)) for _ in range(12)]" in text
+    assert text.endswith("Received: strategy='sqrt', model of class Subclassed")
     assert tf_ckpt.remove(model) is model
     assert tf_ckpt.plan_of(model) is None
 

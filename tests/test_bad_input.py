@@ -109,7 +109,7 @@ WRONG = {
     "apply: class": (lambda: apply(keras.Model), T, "Received: model=<class '.*Model'> of type"),
     "apply: list": (lambda: apply([MODEL]), T, r"Received: model=\[<Functional name=plain"),
     "apply: output": (lambda: apply(MODEL.outputs[0]), T, "Received: model=<KerasTensor"),
-    "apply: subclassed model": (lambda: apply(keras.Model(name="own")), C, "(?s)'own'.*Received: model of class Model"),
+    "apply: subclassed model": (lambda: apply(keras.Model(name="own")), C, "(?s)'own'.*strategy='sqrt', model of class Model"),
     "apply: not built": (lambda: apply(keras.Sequential([L.Dense(2)], name="seq")), C, "'seq' is not built yet"),
     "apply: empty": (lambda: apply(keras.Sequential(name="void")), C, "'void' has no layers yet"),
     "apply: input only": (lambda: apply(keras.Sequential([L.Input((3,))], name="in")), C, "'in' has no layers yet"),
@@ -120,7 +120,7 @@ WRONG = {
     "remove: text": (lambda: remove("plain"), T, "Received: model='plain' of type str"),
     "remove: layer": (lambda: remove(MODEL.layers[1]), T, "Received: model=<Dense name=d0.* of type Dense"),
     # the strategy
-    "strategy: nothing": (lambda: apply(MODEL, None), T, "Received: strategy=None of type NoneType"),
+    "strategy: nothing of it": (lambda: apply(MODEL, False), T, "Received: strategy=False of type bool"),
     "strategy: number": (lambda: apply(MODEL, 4), T, "Received: strategy=4 of type int"),
     "strategy: list": (lambda: apply(MODEL, [(0, 2)]), T, r"Received: strategy=\[\(0, 2\)\] of type list"),
     "strategy: bytes": (lambda: apply(MODEL, b"sqrt"), T, "Received: strategy=b'sqrt' of type bytes"),
@@ -157,7 +157,7 @@ WRONG = {
     "ranges: itself further in": (lambda: apply(MODEL, returns([Range(0, 3, ((0, 2, ((0, 2),)),))])), C, "not hold itself"),
     "ranges: Plan.of": (lambda: apply(MODEL, lambda c: Plan.of(c, [(5, 9)], "x")), C, r"segment \(5, 9\) of 6 calls"),
     # the layers
-    "layers: with sqrt": (lambda: apply(MODEL, layers=["d0"]), C, r"strategy='sqrt', layers=\['d0'\]"),
+    "layers: with sqrt": (lambda: apply(MODEL, "sqrt", layers=["d0"]), C, r"strategy='sqrt', layers=\['d0'\]"),
     "layers: with none": (lambda: apply(MODEL, "none", layers=["d0"]), C, r"strategy='none', layers=\['d0'\]"),
     "layers: text": (lambda: apply(MODEL, "selective", layers="d0"), T, "Received: layers='d0' of type str"),
     "layers: number": (lambda: apply(MODEL, "selective", layers=2), T, "Received: layers=2 of type int"),

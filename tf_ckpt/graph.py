@@ -23,7 +23,8 @@ from keras.src.backend.common import global_state
 from keras.src.models import Functional, cloning
 from keras.src.saving import serialization_lib
 from keras.src.saving.keras_saveable import KerasSaveable
-from keras.src.utils.tracking import TrackedList, Tracker
+from keras.src.tree import register_tree_node_class
+from keras.src.utils.tracking import TrackedDict, TrackedList, Tracker
 
 __all__ = ["Level", "Node", "StateScope", "Surroundings", "get_keras_mask", "read", "set_keras_mask"]
 
@@ -396,7 +397,7 @@ def _twin(model):
         attribute = next((name for name, value in model.__dict__.items() if value is store), None)
         if attribute is not None:
             twin.__dict__[attribute] = stores[key][1]
-    copied = Tracker(stores, exclusions=tracker.exclusions)
+    copied = _Tracker(stores, exclusions=tracker.exclusions)
     copied.stored_ids = {key: set(numbers) for key, numbers in tracker.stored_ids.items()}
     copied.locked, copied._lock_violation_msg = tracker.locked, tracker._lock_violation_msg
     twin.__dict__["_tracker"] = copied
@@ -405,6 +406,249 @@ def _twin(model):
     twin.__dict__["_inbound_nodes"], twin.__dict__["_outbound_nodes"] = [], []
     twin.__dict__["_losses"], twin.__dict__["_loss_ids"] = [], set()
     return twin
+
+
+class _Tracker(Tracker):
+    """Keras' record of what a model holds: a stand-in that is set as an attribute is no other layer."""
+
+    def is_in_store(self, store_name, value):
+        return super().is_in_store(store_name, original(value))
+
+
+def original(value):
+    """Returns the layer that a stand-in of `StandIns` is in the place of; whatever else, as it is."""
+    return _behind(value) if getattr(type(value), "_tf_ckpt_stand_in", False) else value
+
+
+def is_executing(model):
+    """Returns True for a copy of a model that `with_executor` or `with_stand_ins` has made run otherwise."""
+    own = vars(model)
+    own = vars(own["_functional"]) if own.get("_functional") is not None else own
+    return hasattr(own.get("_run_through_graph"), "_tf_ckpt") or getattr(own.get("_flatten_layers"), "executes", False)
+
+
+def runs_python(model):
+    """Returns True for a model that is no graph of layers: its `call` is Python code."""
+    return not isinstance(model, keras.Sequential) and functional_of(model) is None
+
+
+@functools.cache
+def _records():
+    """Returns the names of the attributes in which Keras itself keeps what a layer or model is and does."""
+    graph = ("_functional", "_operations", "_operations_by_depth", "_nodes", "_nodes_by_depth", "_inputs", "_outputs")
+    bare = keras.Model(name="bare"), keras.layers.Layer(name="bare")
+    return frozenset((*_BESIDE, *graph, "_inputs_struct", "_outputs_struct", *(name for x in bare for name in vars(x))))
+
+
+def own_attributes(layer):
+    """Returns the attributes that a layer's class or user has given it, Keras' own apart, as a dict, in their order."""
+    known = _records()
+    return {name: x for name, x in vars(layer).items() if name not in known and not name.startswith("_self_")}
+
+
+def held_layers(layer):
+    """Returns the layers that a layer holds and Keras tracks, as pairs (name, layer), each layer once.
+
+    The name of a layer is that of its attribute, `name/0` or `name/key` in a list, tuple or dict; in a Functional or
+    Sequential model it is the layer's own name. They are in the order in which the attributes were set.
+    """
+    tracked = {id(x) for x in type(layer)._flatten_layers(layer, include_self=False, recursive=False)}
+    pairs = []
+    if isinstance(layer, (Functional, keras.Sequential)):
+        pairs += [(x.name, x) for x in layer.layers]
+
+    def look(name, value):
+        if isinstance(value, keras.Layer):
+            pairs.append((name, original(value)))
+        elif isinstance(value, collections.abc.Mapping):
+            for key, x in value.items():
+                look(f"{name}/{key}", x)
+        elif isinstance(value, (list, tuple)):
+            for number, x in enumerate(value):
+                look(f"{name}/{number}", x)
+        elif isinstance(value, (set, frozenset)):
+            for x in sorted((x for x in value if isinstance(x, keras.Layer)), key=lambda x: x.name):
+                look(f"{name}/{x.name}", x)
+
+    for name, value in own_attributes(layer).items():
+        look(name, value)
+    found, seen, names = [], set(), {}
+    for name, x in pairs:
+        if id(x) in tracked and id(x) not in seen and not isinstance(x, keras.layers.InputLayer):
+            seen.add(id(x))
+            count = names[name] = names.get(name, -1) + 1
+            found.append((name if count == 0 else f"{name}:{count}", x))
+    return found
+
+
+class StandIns:
+    """Makes objects that stand for layers: they share all that these hold, but run otherwise or hold stand-ins.
+
+    A stand-in has the attributes, variables, losses and state of its layer, now and later, since it has the very same
+    `__dict__`; what it gives when it is asked for a layer, or for a list, tuple or dict of layers, are stand-ins again.
+    Each layer has one. It counts as an instance of the layer's class.
+
+    Args:
+        calls: Dict from `id(layer)` to (layer, callable `(layer, args, kwargs)` that is called in the layer's place).
+        refuse: Callable that raises the error for whoever changes a container of stand-ins.
+    """
+
+    def __init__(self, calls, refuse):
+        self._calls, self._refuse, self._made, self._classes = calls, refuse, {}, {}
+        self.any = bool(calls)
+
+    def of(self, value):
+        """Returns `value` with stand-ins for the layers in it that need one, or `value` itself if none does."""
+        return _mapped(value, self._of_layer, lambda x: _FixedList(self._refuse, x), lambda x: _FixedDict(self._refuse, x))
+
+    def _of_layer(self, layer):
+        layer = original(layer)
+        if id(layer) not in self._made:
+            needed = any(id(x) in self._calls for x in layer._flatten_layers())
+            # The layer as well, so that no other one gets its number.
+            self._made[id(layer)] = layer, self._stand_in(layer) if needed else layer
+        return self._made[id(layer)][1]
+
+    def _stand_in(self, layer):
+        kind = type(layer)
+        if kind not in self._classes:
+            self._classes[kind] = self._class(kind)
+        made = object.__new__(self._classes[kind])
+        object.__setattr__(made, "__dict__", layer.__dict__)
+        object.__setattr__(made, "_tf_ckpt_original", layer)
+        return made
+
+    def _class(self, kind):
+        stand_ins, calls, kept = self, self._calls, frozenset((*_BESIDE, "_layers", "_losses", "_nodes_by_depth"))
+
+        def __getattribute__(self, name):
+            value = kind.__getattribute__(self, name)
+            return value if name in kept or name.startswith(("__", "_self_")) else stand_ins.of(value)
+
+        def __setattr__(self, name, value):
+            kind.__setattr__(self, name, _mapped(value, original, list, dict))
+
+        def __call__(self, *args, **kwargs):
+            layer = _behind(self)
+            if id(layer) in calls:
+                return calls[id(layer)][1](layer, args, kwargs)
+            return kind.__call__(self, *args, **kwargs)
+
+        def _run_through_graph(self, inputs, operation_fn=lambda operation: operation, call_fn=None):
+            extra = {} if call_fn is None else {"call_fn": call_fn}
+            return kind._run_through_graph(
+                self, inputs, operation_fn=lambda operation: operation_fn(stand_ins.of(operation)), **extra
+            )
+
+        body = {
+            "__slots__": ("_tf_ckpt_original",),  # not in the `__dict__`, which is the layer's
+            "__class__": property(lambda self: kind),  # what Keras writes into files
+            "__doc__": kind.__doc__,
+            "__module__": kind.__module__,
+            "__getattribute__": __getattribute__,
+            "__setattr__": __setattr__,
+            "__call__": __call__,
+            "_tf_ckpt_stand_in": True,
+        }
+        if issubclass(kind, Functional):
+            body["_run_through_graph"] = _run_through_graph
+        return type(kind)(kind.__name__, (kind,), body)
+
+
+def _behind(stand_in):
+    return object.__getattribute__(stand_in, "_tf_ckpt_original")
+
+
+def _mapped(value, of_layer, make_list, make_dict):
+    """Returns what holds `of_layer(x)` for each layer x that `value` is or holds, or `value` itself if these are the same."""
+    if isinstance(value, keras.Layer):
+        return of_layer(value)
+    if not isinstance(value, (dict, list, tuple, set, frozenset)):
+        return value
+    old = list(value.values() if isinstance(value, dict) else value)
+    new = [_mapped(x, of_layer, make_list, make_dict) for x in old]
+    if all(x is y for x, y in zip(new, old, strict=True)):
+        return value
+    if isinstance(value, dict):
+        return make_dict(zip(value, new, strict=True))
+    if isinstance(value, tuple):  # whose type may be one of TensorFlow's wrappers
+        return value.__class__(*new) if hasattr(value, "_fields") else tuple(new)
+    return make_list(new) if isinstance(value, list) else frozenset(new)
+
+
+class _Fixed:
+    """A copy of a list or dict with stand-ins in it, which refuses changes: they would be changes of the copy alone."""
+
+    def __init__(self, refuse, values):
+        super().__init__(values)
+        self._refuse = refuse
+
+    def _refusing(self, *args, **kwargs):
+        self._refuse()
+
+    append = extend = insert = remove = pop = clear = update = setdefault = popitem = _refusing
+    sort = reverse = __setitem__ = __delitem__ = __iadd__ = __imul__ = __ior__ = _refusing
+
+
+@register_tree_node_class
+class _FixedList(_Fixed, list):
+    def tree_flatten(self):
+        return self, None
+
+    @classmethod
+    def tree_unflatten(cls, metadata, children):
+        return list(children)
+
+
+@register_tree_node_class
+class _FixedDict(_Fixed, dict):
+    def tree_flatten(self):
+        keys = sorted(self)
+        return [self[key] for key in keys], keys, keys
+
+    @classmethod
+    def tree_unflatten(cls, keys, values):
+        return dict(zip(keys, values, strict=True))
+
+
+def with_stand_ins(model, stand_ins):
+    """Makes a copy of a model that holds stand-ins. Layers behind them and variables are the same objects.
+
+    Args:
+        model: A model whose `call` is Python code. It is not changed.
+        stand_ins: `StandIns`, or None for a copy that holds the layers themselves.
+
+    Returns:
+        A model of the same class.
+    """
+    twin = _twin(model)
+    if stand_ins is not None:
+
+        def flatten(include_self=True, recursive=True):
+            found = type(twin)._flatten_layers(twin, include_self=include_self, recursive=recursive)
+            return found if include_self or recursive else [stand_ins.of(x) for x in found]  # which is `model.layers`
+
+        twin.__dict__["_flatten_layers"] = _ours(flatten)
+        flatten.executes = stand_ins.any
+    for name, value in own_attributes(model).items():
+        if getattr(value, "_tf_ckpt", False):
+            continue
+        if stand_ins is None:
+            value = _mapped(value, original, TrackedList, lambda pairs: TrackedDict(dict(pairs)))
+        else:
+            value = stand_ins.of(value)
+        if isinstance(value, (list, dict, set)) and hasattr(value, "tracker"):  # what is put in later is to be the copy's
+            value = type(value)(value, twin._tracker)
+        twin.__dict__[name] = value
+    return twin
+
+
+def plain_copy(model):
+    """Returns a copy of what `with_stand_ins` made that holds the layers themselves, the same one each time."""
+    kept = model.__dict__["_flatten_layers"]  # there, so that the two, which may hold each other, are let go together
+    if not hasattr(kept, "plain"):
+        kept.plain = with_stand_ins(model, None)
+    return kept.plain
 
 
 def compiled_with(model):

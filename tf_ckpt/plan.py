@@ -47,7 +47,8 @@ class Plan:
 
     Plans are equal if they recompute the same layers and parts, nested alike, of the same calls, priced in the same unit.
 
-    Bytes are predictions for `batch_size` from one trace of each kind of layer.
+    Bytes are predictions for `batch_size` from one trace of each kind of layer. A plan for a model whose `call` is Python
+    code names layers instead of calls, and has no figures: bytes and shares are 0, and `has_figures` is False.
 
     Attributes:
         strategy: Name of the strategy that made it.
@@ -136,6 +137,11 @@ class Plan:
         )
 
     @property
+    def has_figures(self):
+        """Whether bytes and FLOPs were predicted. They are not for a model whose `call` is Python code."""
+        return bool(self.moments) or self.plain_activation_bytes > 0
+
+    @property
     def peak_bytes(self):
         """Predicted bytes at the worst moment of a step: weights, optimizer slots, activations and gradients."""
         return self.weight_bytes + self.optimizer_bytes + self.activation_bytes
@@ -167,18 +173,20 @@ class Plan:
         table = Table()
         table.add_column("", justify="right")  # the number that the plot shows
         table.add_column("Segment", overflow="fold")
-        for head in ("Calls", "Keeps\nMiB", "Frees\nMiB", "Re-runs\nGFLOPs" if self.unit == "FLOPs" else "Re-runs\nms"):
+        again = "Re-runs\nGFLOPs" if self.unit == "FLOPs" else "Re-runs\nms"
+        for head in ("Calls", "Keeps\nMiB", "Frees\nMiB", again) if self.has_figures else ():
             table.add_column(head, justify="right")
         for number, segment in enumerate(self.segments, 1):
-            _add_rows(table, segment, str(number), 0, self.unit)
+            _add_rows(table, segment, str(number), 0, self)
         # Names are no markup, and the text may go to a log.
         plain = {"markup": False, "highlight": False, "emoji": False, "color_system": None, "force_jupyter": False}
         console = Console(width=100 if print_fn else None, **plain)
         fixed = f"{self.weight_bytes / MIB:,.1f} MiB of weights, {self.optimizer_bytes / MIB:,.1f} MiB of optimizer slots"
         with console.capture() as captured:
-            console.print(f"Plan: {self.strategy!r}, batch size {self.batch_size}", soft_wrap=True)
+            size = f", batch size {self.batch_size}" if self.has_figures else ""
+            console.print(f"Plan: {self.strategy!r}{size}", soft_wrap=True)
             console.print(table if self.segments else "Nothing is recomputed.")
-            for line in (
+            lines = (
                 f"Activations and gradients: {self.plain_activation_bytes / MIB:,.1f} MiB plain, "
                 f"{self.activation_bytes / MIB:,.1f} MiB planned.",
                 f"With {fixed}: {self.plain_peak_bytes / MIB:,.1f} MiB plain, {self.peak_bytes / MIB:,.1f} MiB planned.",
@@ -189,6 +197,9 @@ class Plan:
                     if self.untraced
                     else []
                 ),
+            )
+            for line in (
+                lines if self.has_figures else ("Memory and FLOPs are not predicted: the model's `call` is Python code.",)
             ):
                 console.print(line, soft_wrap=True)
         (print_fn or print)(captured.get())
@@ -330,16 +341,17 @@ def _listed(names, most=5):
     return ", ".join(names[:most]) + more
 
 
-def _add_rows(table, segment, number, level, unit):
+def _add_rows(table, segment, number, level, plan):
     from rich.padding import Padding
     from rich.text import Text
 
     name = segment.layers[0] if len(segment.layers) == 1 else f"{segment.layers[0]} ... {segment.layers[-1]}"
     if segment.part:
         name += f" ({segment.part})"
-    again = segment.rerun_flops / 1e9 if unit == "FLOPs" else segment.rerun_seconds * 1e3
+    again = segment.rerun_flops / 1e9 if plan.unit == "FLOPs" else segment.rerun_seconds * 1e3
     figures = (segment.keeps_bytes / MIB, segment.frees_bytes / MIB, again)
     indented = Padding(Text(name, overflow="fold"), (0, 0, 0, 2 * level))
-    table.add_row(number, indented, str(len(segment.layers)), *(f"{x:,.1f}" for x in figures))
+    shown = (str(len(segment.layers)), *(f"{x:,.1f}" for x in figures)) if plan.has_figures else ()
+    table.add_row(number, indented, *shown)
     for inner in segment.inside:
-        _add_rows(table, inner, "", level + 1, unit)
+        _add_rows(table, inner, "", level + 1, plan)

@@ -2,17 +2,16 @@
 
 import collections.abc
 import difflib
-import fnmatch
 import inspect
 import math
 import numbers
 
-import keras
 import numpy as np
 
 from tf_ckpt import calibration
 from tf_ckpt.allocator import in_use, room
 from tf_ckpt.budgets import gradients_wait, memory_bytes, optimizer_bytes, variable_bytes
+from tf_ckpt.choosing import Candidate, chosen
 from tf_ckpt.errors import CheckpointError
 from tf_ckpt.graph import inner_part
 from tf_ckpt.plan import MIB, Plan, allocated, unit_text
@@ -42,7 +41,7 @@ def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=
         between: See `Stages.chain`.
         **options: `layers`, `target`, `memory` and `levels`: see `tf_ckpt.apply`.
     """
-    _check(strategy, batch_size, options)
+    check_arguments(strategy, batch_size, options)
     device = calibration.of(device, strategy)
     stages = Stages(level)
     if isinstance(strategy, Plan):
@@ -53,7 +52,7 @@ def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=
         batch_size = stated or _DEFAULT_BATCH
     elif stated and int(batch_size) != stated:
         raise CheckpointError(f"The model's inputs state the batch size {stated}. Received: batch_size={batch_size!r}")
-    chosen = None if options.get("layers") is None else _chosen(stages, options["layers"])
+    wanted = None if options.get("layers") is None else _chosen(stages, options["layers"])
     fixed = {"weight_bytes": variable_bytes(model.weights), "optimizer_bytes": optimizer_bytes(model, optimizer)}
     chain = stages.chain(int(batch_size), device, gradients_wait(model, optimizer), between)
     if callable(strategy):
@@ -61,14 +60,14 @@ def make_plan(level, model, strategy, *, batch_size=None, optimizer=None, curve=
         if isinstance(made, Plan):
             return made
         return Plan.of(chain, _ranges(made), name, **fixed)
-    ranges = _named(chain, strategy, chosen, sum(fixed.values()), options)
+    ranges = _named(chain, strategy, wanted, sum(fixed.values()), options)
     if curve and len(chain) > 1:
         held = sum(fixed.values())
         fixed["curve"] = [(held + allocated(chain, size), flops / chain.step_flops) for size, flops, _ in curve_of(chain)]
     return Plan.of(chain, ranges, strategy, **fixed)
 
 
-def _named(chain, strategy, chosen, held, options):
+def _named(chain, strategy, wanted, held, options):
     """Returns the ranges that a strategy makes. `held` are the bytes of weights and optimizer."""
     if strategy == "none":
         return []
@@ -80,9 +79,9 @@ def _named(chain, strategy, chosen, held, options):
         return recursive(chain, options.get("levels"))
     if strategy == "budget":
         return _budget(chain, options.get("memory"), held)
-    if chosen is None:
+    if wanted is None:
         return by_cost(chain, options.get("target"))
-    ranges = selective(chain, chosen)
+    ranges = selective(chain, wanted)
     if not ranges:
         raise CheckpointError(
             "None of the chosen layers can be recomputed: embeddings and `Recompute` layers never are. "
@@ -112,7 +111,19 @@ def _budget(chain, memory, held):
     return ranges
 
 
-def _check(strategy, batch_size, options):
+def default_strategy(options):
+    """Returns the strategy that is meant where none is given: the one that a given option goes with, or else `"sqrt"`."""
+    return next((strategy for name, strategy in _GOES_WITH.items() if options.get(name) is not None), "sqrt")
+
+
+def check_arguments(strategy, batch_size, options):
+    """Raises the error for arguments of `apply` that are wrong for every model.
+
+    Args:
+        strategy: See `tf_ckpt.apply`.
+        batch_size: See `tf_ckpt.apply`.
+        options: Dict of the other arguments.
+    """
     if not (isinstance(strategy, (str, Plan)) or callable(strategy)) or inspect.isclass(strategy):
         raise TypeError(
             f"`strategy` must be one of {STRATEGIES}, a `Plan`, or a callable. Received: strategy={strategy!r} "
@@ -195,48 +206,12 @@ def _is_pair(value, inside=False):
 
 def _chosen(stages, layers):
     """Returns a boolean for each stage: whether `layers` names it."""
-    if callable(layers) and not inspect.isclass(layers):
-        operations = [node.operation for node in stages.nodes]
-        chosen = np.array([isinstance(x, keras.Layer) and bool(layers(x)) for x in operations])
-        return _all_of(stages, chosen, f"the predicate layers={layers!r}")
-    if isinstance(layers, str) or not isinstance(layers, (list, tuple, set, frozenset)):
-        raise TypeError(
-            "`layers` must be a list of layer names, layer classes and patterns, or a callable `layer -> bool`. "
-            f"Received: layers={layers!r} of type {type(layers).__name__}"
-        )
-    chosen = np.zeros(len(stages.nodes), bool)
-    if not layers:
-        raise CheckpointError(f"`layers` names no layer; for a plain model use strategy='none'. Received: layers={layers!r}")
-    for item in layers:
-        if inspect.isclass(item) and issubclass(item, keras.Layer):
-            found = _matching(stages, lambda name, layer, item=item: isinstance(layer, item))
-        elif isinstance(item, str):
-            found = _matching(stages, lambda name, layer, item=item: fnmatch.fnmatchcase(name, item))
-        elif isinstance(item, keras.Layer):
-            found = _matching(stages, lambda name, layer, item=item: layer is item)
-        else:
-            raise TypeError(f"`layers` holds names, patterns, layer classes or layers. Received: {item!r} in layers={layers!r}")
-        chosen |= _all_of(stages, found, repr(item.name if isinstance(item, keras.Layer) else item))
-    return chosen
-
-
-def _matching(stages, matches):
-    found = np.array(
-        [
-            any(matches(n, node.operation) for n in (name, name.rsplit("/")[-1], node.operation.name))
-            for name, node in zip(stages.names, stages.nodes, strict=True)
-        ]
-    )
-    for name, (start, stop) in stages.inside.items():
-        if any(matches(n, stages.models[name]) for n in (name, name.rsplit("/")[-1], stages.models[name].name)):
-            found[start:stop] = True
-    return found
-
-
-def _all_of(stages, found, what):
-    if found.any():
-        return found
-    names = sorted({node.operation.name for node in stages.nodes} | set(stages.inside))
-    near = difflib.get_close_matches(what.strip("'"), names, n=3, cutoff=0.4)
-    hint = f" Near matches: {', '.join(near)}." if near else f" The model has: {', '.join(names[:20])}."
-    raise CheckpointError(f"No layer of the model matches {what}.{hint}")
+    calls = enumerate(zip(stages.names, stages.nodes, strict=True))
+    found = [((k, k), Candidate(name, node.operation)) for k, (name, node) in calls]
+    found += [((start, -stop), Candidate(name, stages.models[name], True)) for name, (start, stop) in stages.inside.items()]
+    names = chosen([x for _, x in sorted(found, key=lambda x: x[0])], layers)
+    taken = np.array([name in names for name in stages.names])
+    for name in names & set(stages.inside):
+        start, stop = stages.inside[name]
+        taken[start:stop] = True
+    return taken

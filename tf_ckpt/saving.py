@@ -12,7 +12,7 @@ import warnings
 import keras
 
 from tf_ckpt import graph as keras_graph
-from tf_ckpt import plan_file
+from tf_ckpt import plan_file, python_models
 from tf_ckpt.errors import CheckpointError, CheckpointWarning
 from tf_ckpt.stages import Stages
 from tf_ckpt.transform import apply, plan_of
@@ -55,8 +55,12 @@ def _named_as_in(model, made):
     Layers without a name get another number each time their model's constructor makes them, and in older Keras so do some
     operations. Recompute is exact by any plan; where more than numbers differ, the model is another, and `apply` says so.
     """
-    level = keras_graph.read(model)
-    present = [] if level is None else Stages(level).names
+    present = _names_in(model, made)
+    if present == made.layers:
+        return made
+    if not present or len(present) != len(made.layers):  # a layer that holds chosen ones may bear another number
+        opened = python_models.opened_by([_stem(name) for name in made.layers])
+        present = _names_in(model, made, lambda name: opened(_stem(name)))
     if len(present) != len(made.layers):
         return made
     alike = zip(present, made.layers, strict=True)
@@ -67,6 +71,14 @@ def _named_as_in(model, made):
         return dataclasses.replace(segment, layers=tuple(names[name] for name in segment.layers), inside=inside)
 
     return dataclasses.replace(made, layers=tuple(names.values()), segments=tuple(renamed(s) for s in made.segments))
+
+
+def _names_in(model, made, opened=None):
+    """Returns the names that a plan of `model` would have instead of those in `made`."""
+    if keras_graph.runs_python(model):
+        return python_models.names_in(model, opened or python_models.opened_by(made.layers))
+    level = keras_graph.read(model)
+    return () if level is None else tuple(Stages(level).names)
 
 
 def _stem(name):
@@ -85,7 +97,7 @@ def _serialized(model, record):
     made = _planned(model)
     if made is None:
         return
-    if tuple(Stages(keras_graph.read(model)).names) != made.layers:
+    if _names_in(model, made) != made.layers:
         warnings.warn(
             f"Model '{model.name}' is stored without its plan, since layers inside it were changed or renamed after "
             "`tf_ckpt.apply`: call it again, before you save or on what is loaded.",

@@ -173,7 +173,7 @@ class Stages:
 
     def _fixed(self, costs, reach):
         for stage, (node, cost) in enumerate(zip(self.nodes, costs, strict=True)):
-            reason = f"it {cost.unrepeatable}" if cost.unrepeatable else reason_to_stay_plain(node)
+            reason = f"it {cost.unrepeatable}" if cost.unrepeatable else reason_to_stay_plain(node.operation)
             if not reach[stage]:
                 reason = reason or "nothing that it makes reaches an output of the model"
             if reason:
@@ -191,14 +191,14 @@ class Stages:
         return node.specs[node.inputs[self._tensors[number][2][stage][0]]]
 
 
-def reason_to_stay_plain(node):
+def reason_to_stay_plain(operation):
     """Returns why recompute would change a call or gain nothing from it, or ""."""
-    layers = keras_graph.sublayers(node.operation)
+    layers = keras_graph.sublayers(operation)
     if any(isinstance(layer, keras.layers.Embedding) for layer in layers):
         return "the gradient of an embedding table is sparse, and recompute would make it as large as the table"
     if any(isinstance(layer, Recompute) for layer in layers):
         return RECOMPUTES
-    hidden = keras_graph.compiled_call(node.operation)
+    hidden = keras_graph.compiled_call(operation)
     return "" if hidden is None else f"the `call` of {hidden} is a `tf.function`, which recompute cannot see into"
 
 
@@ -216,7 +216,7 @@ def refusal(stages, plan):
                 return f"there is no part inside '{name}' that can be recomputed alone"
             continue
         for k in range(r.start, r.stop):
-            if reason_to_stay_plain(stages.nodes[k]):
+            if reason_to_stay_plain(stages.nodes[k].operation):
                 return f"'{stages.names[k]}' cannot be recomputed: embeddings and `Recompute` layers never are"
         for start, stop in stages.ranges:
             overlap = (max(r.start, start), min(r.stop, stop))

@@ -7,9 +7,10 @@ import weakref
 import keras
 
 from tf_ckpt import graph as keras_graph
+from tf_ckpt import python_models
 from tf_ckpt.errors import CheckpointError, CheckpointWarning
 from tf_ckpt.execution import executing
-from tf_ckpt.planning import make_plan
+from tf_ckpt.planning import default_strategy, make_plan
 from tf_ckpt.stages import Stages, refusal
 from tf_ckpt.strategies.tree import tree_of
 
@@ -18,7 +19,7 @@ _plans = weakref.WeakKeyDictionary()  # applied model -> (plan, plain model, wea
 
 def plan(
     model,
-    strategy="sqrt",
+    strategy=None,
     *,
     batch_size=None,
     memory=None,
@@ -31,7 +32,7 @@ def plan(
     """Plans what to recompute, and does nothing with it yet.
 
     Args:
-        model: A built Functional or Sequential `keras.Model`, of any subclass.
+        model: As for `apply`.
         strategy: See `apply`.
         batch_size: Integer that the predicted bytes are for. Defaults to the batch size that the model's inputs state,
             or else 32.
@@ -48,17 +49,26 @@ def plan(
 
     Raises:
         TypeError: If `model` is not a Keras model, or an argument is of the wrong type.
-        CheckpointError: If the model is no graph of layers, or the strategy or layers do not exist.
+        CheckpointError: If the model is no graph of layers and `layers` is not given, or the strategy or layers do not exist.
     """
     options = {"memory": memory, "layers": layers, "target": target, "levels": levels}
     options |= {"batch_size": batch_size, "optimizer": optimizer, "device": device}
+    model = keras_graph.original(model)
+    if isinstance(model, keras.Model) and keras_graph.runs_python(model):
+        return _python_plan(model, strategy, options)
     level = graph_of(model)
+    strategy = default_strategy(options) if strategy is None else strategy
     made = make_plan(level, model, strategy, curve=True, **options)
     _check_fits(Stages(level), made, model)
     return made
 
 
-def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, target=None, levels=None, device=None):
+def _python_plan(model, strategy, options):
+    strategy = default_strategy(options) if strategy is None else strategy
+    return python_models.make_plan(remove(model), strategy, **options)
+
+
+def apply(model, strategy=None, *, batch_size=None, memory=None, layers=None, target=None, levels=None, device=None):
     """Makes a model that keeps less for the backward pass and recomputes the rest, exactly.
 
     The result has the class, layers, names, variables (the same objects), inputs and outputs of `model`, which is not
@@ -68,8 +78,11 @@ def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, 
 
     Args:
         model: A built Functional or Sequential `keras.Model`, of any subclass. Nested models are planned inside. An
-            applied model gets the new plan instead of its own.
-        strategy: What to recompute. One of:
+            applied model gets the new plan instead of its own. With `layers`, also a model whose `call` is Python code,
+            built or not: its layers are then recomputed one by one wherever its code finds them, in attributes, lists,
+            dicts and layers inside layers. What the result holds in the place of such layers are stand-ins that share all
+            state with them; what costs and saves how much is not predicted there.
+        strategy: What to recompute. Defaults to the one that the other arguments go with, or else to `"sqrt"`. One of:
 
             - `"sqrt"`: about sqrt(n) segments, balanced by bytes. The least memory for at most one more forward run.
             - `"selective"`: the calls of `layers`; without `layers`, what frees most bytes for each FLOP that is run again,
@@ -87,8 +100,10 @@ def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, 
             and below 1. Weights, optimizer slots, gradients and activations must fit, after the first step (which makes
             the slots), and what an allocator loses on a bad day: 4 % and 1.6 times the largest tensor, at most 29 % together.
             Defaults to the memory of the device, less a margin of 8 %, where it reports one.
-        layers: With `"selective"`: a list of layer names, layer classes and `fnmatch` patterns of names, or a callable
-            `layer -> bool`.
+        layers: With `"selective"`: a list of layer names, layer classes, `fnmatch` patterns of names, layers, and
+            `tf_ckpt.strategies.Pick`s, which take these by position (every k-th, the first, the last); or a callable
+            `layer -> bool`. Where `call` is Python code, a layer also has the name of the attribute that holds it:
+            `"encoder"`, `"blocks/0"` in a list or dict, `"encoder/blocks/0"` inside another layer.
         target: With `"selective"`: the share of the activation bytes to come down to, above 0 and below 1.
         levels: With `"recursive"`: how deep segments may lie within segments. Defaults to as many as pay.
         device: A `Calibration` from `tf_ckpt.calibrate`, or the path of its file: what is run again is then counted in the
@@ -99,7 +114,7 @@ def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, 
 
     Raises:
         TypeError: If `model` is not a Keras model, or an argument is of the wrong type.
-        CheckpointError: If the model is no graph of layers, or the strategy or layers do not exist.
+        CheckpointError: If the model is no graph of layers and `layers` is not given, or the strategy or layers do not exist.
 
     Example:
 
@@ -108,11 +123,21 @@ def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, 
     model = tf_ckpt.apply(model, strategy="sqrt")
     model.compile("adam", "sparse_categorical_crossentropy")
     model.fit(x, y)
+
+    model = tf_ckpt.apply(MyTransformer(), layers=[Block])  # its `call` is Python code
     ```
     """
-    level = graph_of(model)
+    model = keras_graph.original(model)
     options = {"memory": memory, "layers": layers, "target": target, "levels": levels}
-    made = make_plan(level, model, strategy, batch_size=batch_size, device=device, **options)
+    options |= {"batch_size": batch_size, "device": device}
+    if isinstance(model, keras.Model) and keras_graph.runs_python(model):
+        made, plain = _python_plan(model, strategy, options), remove(model)
+        applied = python_models.executing(plain, made)
+        _plans[applied] = (made, plain, _no_graph)
+        return applied
+    level = graph_of(model)
+    strategy = default_strategy(options) if strategy is None else strategy
+    made = make_plan(level, model, strategy, **options)
     plain = remove(model)
     stages = Stages(level)
     _check_fits(stages, made, model)
@@ -129,6 +154,10 @@ def apply(model, strategy="sqrt", *, batch_size=None, memory=None, layers=None, 
         )
     _plans[applied] = (made, plain, weakref.ref(keras_graph.functional_of(applied)))
     return applied
+
+
+def _no_graph():
+    return None
 
 
 def _warn(message):
@@ -175,7 +204,12 @@ def remove(model):
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a `keras.Model`. Received: model={model!r} of type {type(model).__name__}")
-    return model if plan_of(model) is None else _plans[model][1]
+    model = keras_graph.original(model)
+    if plan_of(model) is None:
+        return model
+    _, plain, graph = _plans[model]
+    late = graph is _no_graph and model.built and not plain.built
+    return keras_graph.plain_copy(model) if late else plain  # what the model has made since is to be there
 
 
 def plan_of(model):
@@ -202,8 +236,9 @@ def graph_of(model):
             ("is not built yet: call it on data or give it a `keras.Input`" if model.layers else "has no layers yet: add some")
             if isinstance(model, keras.Sequential)
             else (
-                "is no graph of layers, since its `call` is Python code. Wrap its large parts where they are made:\n\n"
-                "    self.block = tf_ckpt.Recompute(Block(...))  # instead of Block(...)"
+                "is no graph of layers, since its `call` is Python code. What its layers cost cannot be predicted: "
+                "`tf_ckpt.apply(model, layers=[...])` recomputes those that it is told; or wrap them where they are made:\n\n"
+                f"{python_models.TWO_LINES}\n"
             )
         )
         raise CheckpointError(f"Model '{model.name}' {what}.\nReceived: model of class {type(model).__name__}")
