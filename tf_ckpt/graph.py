@@ -829,17 +829,17 @@ def no_side_effects(operation):
         global_state.set_global_attribute("current_call_ctx", context)
 
 
-_own_attributes = set()
+_keras_attributes = set()
 
 
-def own_attributes():
+def keras_attributes():
     """Returns the names of the attributes that Keras itself gives to layers and models."""
-    if not _own_attributes:
+    if not _keras_attributes:
         counters = name_counters()
         for made in (keras.layers.Layer(), keras.Model(), keras.Sequential()):
-            _own_attributes.update(vars(made))
+            _keras_attributes.update(vars(made))
         set_name_counters(counters)
-    return _own_attributes
+    return _keras_attributes
 
 
 @contextlib.contextmanager

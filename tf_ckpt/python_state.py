@@ -190,7 +190,7 @@ def _names(code):
 
 
 def _plain_attributes(value):
-    hidden = keras_graph.own_attributes() if isinstance(value, keras.Layer) else ()
+    hidden = keras_graph.keras_attributes() if isinstance(value, keras.Layer) else ()
     return [
         name
         for name, held in list(vars(value).items())
