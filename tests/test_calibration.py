@@ -367,3 +367,17 @@ def test_the_present_device(tmp_path, dtype):
 def test_wrong_arguments(options, error, message):
     with pytest.raises(error, match=message):
         tf_ckpt.calibrate(**options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"path": "/no/such/folder/x.json"}, CheckpointError, "folder does not exist. Received: path='/no/such/folder/x.json'"),
+        ({"path": "/"}, CheckpointError, "it is a folder. Received: path='/'"),
+        ({"dtype": np.float32}, TypeError, "`dtype` must be a string. Received: dtype=<class 'numpy.float32'>"),
+    ],
+)
+def test_what_cannot_end_well_is_refused_before_the_time_is_spent(monkeypatch, arguments, error, message):
+    monkeypatch.setattr("tf_ckpt.measuring._table", None)
+    with pytest.raises(error, match=message):
+        tf_ckpt.calibrate(**arguments)

@@ -1,7 +1,11 @@
 """Segments within segments, and parts inside layers: exact, and run as often as the plan says."""
 
+import warnings
+
 import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 from cases import CASES, numbers, tokens
 from helpers import compare, thirds
 
@@ -119,3 +123,50 @@ def test_the_same_attention_with_scores_and_without(kind, arguments, mode):
     applied = tf_ckpt.apply(model, parts)
     assert (layer.name,) in [s.layers for s in tf_ckpt.plan_of(applied).segments if s.part]
     compare(model, applied, [numbers(4, 6, 8)], mode)
+
+
+def deep():
+    inputs = keras.Input((8,))
+    x = inputs
+    for number in range(8):
+        x = L.LayerNormalization()(L.Dense(8, activation="gelu", name=f"dense_{number}")(x))
+    return keras.Model(inputs, x)
+
+
+def test_the_gradient_of_a_function_that_was_called_under_the_tape():
+    """TensorFlow makes the function's backward pass, with the segments inside, while the tape still records."""
+    model, x = deep(), tf.constant(np.random.default_rng(0).normal(size=(4, 8)).astype("float32"))
+    weights = [v.value for v in model.trainable_variables]
+
+    def gradients(model):
+        call = tf.function(lambda x: tf.reduce_sum(tf.sin(model(x, training=True))), autograph=False)
+        with tf.GradientTape() as tape:
+            loss = call(x)
+        return [loss, *tape.gradient(loss, weights)]
+
+    want = gradients(model)
+    with warnings.catch_warnings():  # the segments inside, which take weights from the other function, run plain, and say so
+        warnings.simplefilter("ignore", tf_ckpt.CheckpointWarning)
+        have = gradients(tf_ckpt.apply(model, halves))
+    for a, b in zip(want, have, strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6)  # two functions, each optimised by itself
+
+
+def test_grouped_convolutions_in_segments_within_segments():
+    """On a CPU, Keras puts them into a function of their own: what such a function makes is out of reach behind it."""
+    inputs = keras.Input((6, 6, 4))
+    x = inputs
+    for number in range(4):
+        x = L.Activation("gelu")(L.Conv2D(4, 3, padding="same", groups=2, name=f"conv_{number}")(x))
+    model = keras.Model(inputs, L.Conv2D(1, 6)(x))
+    data, weights = np.random.default_rng(0).normal(size=(4, 6, 6, 4)).astype("float32"), model.get_weights()
+    trained = []
+    for contestant in (model, tf_ckpt.apply(model, lambda chain: [Range(0, 8, (Range(0, 4), Range(4, 8)))])):
+        model.set_weights(weights)
+        contestant.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+        with warnings.catch_warnings():  # the segments inside run plain, and say so
+            warnings.simplefilter("ignore", tf_ckpt.CheckpointWarning)
+            contestant.fit(data, np.ones((4, 1, 1, 1)), epochs=2, verbose=0)
+        trained.append(model.get_weights())
+    for a, b in zip(*trained, strict=True):
+        np.testing.assert_array_equal(a, b)

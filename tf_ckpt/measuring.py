@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tf_ckpt.calibration import Calibration
 from tf_ckpt.errors import CheckpointError
-from tf_ckpt.json_file import checked_path
+from tf_ckpt.json_file import check_writable
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 _REPEATS = 7
@@ -53,11 +53,13 @@ def calibrate(path=None, *, device=None, dtype="float32", seconds=20.0):
     ```
     """
     if path is not None:
-        checked_path(path)  # before the time is spent
+        check_writable(path)  # before the time is spent
     if not isinstance(seconds, numbers.Real) or isinstance(seconds, bool):
         raise TypeError(f"`seconds` must be a number. Received: seconds={seconds!r}")
     if not (seconds > 0 and math.isfinite(seconds)):
         raise CheckpointError(f"`seconds` must be positive and finite. Received: seconds={seconds!r}")
+    if not isinstance(dtype, str):
+        raise TypeError(f"`dtype` must be a string. Received: dtype={dtype!r}")
     if dtype not in _DTYPES:
         raise CheckpointError(f"`dtype` must be one of {_DTYPES}. Received: dtype={dtype!r}")
     place, name = _device(device)

@@ -310,6 +310,8 @@ class _Run:
         self.record = Record({number: i for i, (number, _) in enumerate(lifted)})
         self.watched = inspection.Watched()
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        outer = getattr(_local, "rerun", None)
+        self.begun = self.graph if outer is None else outer.begun  # where the outermost forward run was
         self.place = None if self.graph is None else _Place(name)
         self.result = None
         self.reached, self.raw_reads, self.uses = (), [], []
@@ -447,7 +449,7 @@ class _Run:
 
     def _check_order(self):
         """Raises if a tape follows the backward pass itself: that a re-run would not show it all."""
-        here = self.graph is None or self.graph is tf.compat.v1.get_default_graph()
+        here = self.graph is None or self.begun is tf.compat.v1.get_default_graph()
         if not (here and tf_internals.tape_is_active()):  # elsewhere TensorFlow itself makes the backward function
             return
         sources = [x for x in self.leaves if _differentiable(x)]
@@ -479,6 +481,15 @@ class _Run:
                     f"would be lost. Return it. Received: {keras_graph.describe(tensor)}"
                 )
 
+    @contextlib.contextmanager
+    def _inside(self):
+        """The scope of a re-run, of which segments inside know that it is one."""
+        before, _local.rerun = getattr(_local, "rerun", None), self
+        try:
+            yield
+        finally:
+            _local.rerun = before
+
     def _rerun(self, token, inputs):
         self._check_since()
         if tf.executing_eagerly():
@@ -489,7 +500,7 @@ class _Run:
             originals = [self.leaves[places[0]] for places in self.places] + self.lifted
             inputs = _enter(inputs, originals, token, self.place, readers)
         lifted = inputs[len(self.places) :]
-        with _recomputing(1), self.record.rerun(lifted, token) as scope:
+        with _recomputing(1), self._inside(), self.record.rerun(lifted, token) as scope:
             result = self._call(inputs, token)
             made = scope.owned_losses()
         losses = [loss for _, loss in made]
