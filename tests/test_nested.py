@@ -149,7 +149,7 @@ def test_the_gradient_of_a_function_that_was_called_under_the_tape():
         warnings.simplefilter("ignore", tf_ckpt.CheckpointWarning)
         have = gradients(tf_ckpt.apply(model, halves))
     for a, b in zip(want, have, strict=True):
-        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6)  # two functions, each optimised by itself
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5)  # two functions, each optimised by itself
 
 
 def test_grouped_convolutions_in_segments_within_segments():
