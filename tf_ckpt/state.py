@@ -24,6 +24,15 @@ def _value_of_first_gradient_to_second(value, variable_value):
     return tf.identity(value), lambda upstream: (None, upstream)
 
 
+def _after(gradient, reads):
+    """Returns a gradient that waits for the reads of its variable: see `inspection.Readers.run_before`."""
+    if reads and isinstance(gradient, tf.Tensor):
+        if any(tf_internals.number_here(op.outputs[0]) > tf_internals.number_here(gradient) for op in reads):
+            gradient = tf.identity(gradient)  # older than one, which may wait for something that waits for it
+        tf_internals.run_after(gradient.op, *reads)
+    return gradient
+
+
 def noted(tensor):
     """Passes a weight's value on, and notes its gradient with the graph once there is one.
 
@@ -32,10 +41,17 @@ def noted(tensor):
     control dependencies.)
     """
 
+    graph = tf.compat.v1.get_default_graph()
+    handle = tensor.op.inputs[0]._id if tensor.op.type == "ReadVariableOp" else None
+    reads = graph._tf_ckpt_reads = getattr(graph, "_tf_ckpt_reads", {})
+    if handle is not None:
+        reads.setdefault(handle, [])
+
     @tf.custom_gradient
     def identity(tensor):
         def gradient(upstream):
             graph = tf.compat.v1.get_default_graph()
+            upstream = _after(upstream, getattr(graph, "_tf_ckpt_reads", {}).get(handle, ()))
             graph._tf_ckpt_waits = [*getattr(graph, "_tf_ckpt_waits", ()), upstream]
             return upstream
 
