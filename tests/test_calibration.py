@@ -357,7 +357,7 @@ def test_the_present_device(tmp_path, dtype):
         ({"device": 3}, TypeError, r"one of \[.*\], or None. Received: device=3"),
         ({"device": EVEN}, TypeError, r"`device` must be the name .*Received: device=Calibration"),
         ({"dtype": "int32"}, CheckpointError, r"one of \('float32', .*Received: dtype='int32'"),
-        ({"dtype": 16}, CheckpointError, r"Received: dtype=16"),
+        ({"dtype": 16}, TypeError, r"Received: dtype=16"),
         ({"seconds": 0}, CheckpointError, r"positive and finite. Received: seconds=0"),
         ({"seconds": math.nan}, CheckpointError, r"Received: seconds=nan"),
         ({"seconds": "1"}, TypeError, r"`seconds` must be a number. Received: seconds='1'"),

@@ -24,11 +24,17 @@ def _value_of_first_gradient_to_second(value, variable_value):
     return tf.identity(value), lambda upstream: (None, upstream)
 
 
+# Graph optimisers leave them as they are, whatever they wait for.
+_WAITS = frozenset(["MatMul", "BatchMatMulV2", "Conv2DBackpropFilter", "DepthwiseConv2dNativeBackpropFilter", "BiasAddGrad"])
+
+
 def _after(gradient, reads):
     """Returns a gradient that waits for the reads of its variable: see `inspection.Readers.run_before`."""
     if reads and isinstance(gradient, tf.Tensor):
-        if any(tf_internals.number_here(op.outputs[0]) > tf_internals.number_here(gradient) for op in reads):
-            gradient = tf.identity(gradient)  # older than one, which may wait for something that waits for it
+        number = tf_internals.number_here(gradient)
+        # What is older than a read may be what the read waits for.
+        if number < max(tf_internals.number_here(op.outputs[0]) for op in reads) or gradient.op.type not in _WAITS:
+            gradient = tf.identity(gradient)
         tf_internals.run_after(gradient.op, *reads)
     return gradient
 
