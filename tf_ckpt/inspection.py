@@ -302,23 +302,17 @@ class Readers:
         self._all.append((self._begin, self._end))
 
     def run_before(self, upstream):
-        """Makes every read of a variable in the re-run come before the gradient of the variable.
+        """Makes every read of a variable in the re-run come before what the gradients `upstream` start from.
 
         TensorFlow has an update wait for the reads before it, but its graph optimiser takes that for granted where another way
         leads from the read to the update, and may later undo this way (it takes `IdentityN` apart). The gradient of a
         layer's weight does not need the weight, so the re-run could read what this very step has made of it.
-
-        Args:
-            upstream: The gradients that the backward pass of the re-run starts from. They wait for what is read of variables
-                that are not Keras': `state.noted` has the gradients of the others wait.
         """
-        idle, noted = getattr(self._graph, "_tf_ckpt_idle", ()), getattr(self._graph, "_tf_ckpt_reads", {})
-        others = []
-        for op in self._graph.get_operations()[self._begin : self._end]:
-            if op.type in _READS_VARIABLES and op.name not in idle:
-                noted.get(op.inputs[0]._id, others).append(op)
-        for op in {x.op.name: x.op for x in upstream}.values() if others else ():
-            tf_internals.run_after(op, *others)
+        idle = getattr(self._graph, "_tf_ckpt_idle", ())
+        operations = self._graph.get_operations()[self._begin : self._end]
+        reads = [op for op in operations if op.type in _READS_VARIABLES and op.name not in idle]
+        for op in {x.op.name: x.op for x in upstream}.values():
+            tf_internals.run_after(op, *reads)
 
     def backward(self):
         """Returns the operations of the backward pass, as far as it has been made, without re-runs inside of it."""

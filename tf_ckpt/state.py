@@ -24,21 +24,6 @@ def _value_of_first_gradient_to_second(value, variable_value):
     return tf.identity(value), lambda upstream: (None, upstream)
 
 
-# Graph optimisers leave them as they are, whatever they wait for.
-_WAITS = frozenset(["MatMul", "BatchMatMulV2", "Conv2DBackpropFilter", "DepthwiseConv2dNativeBackpropFilter", "BiasAddGrad"])
-
-
-def _after(gradient, reads):
-    """Returns a gradient that waits for the reads of its variable: see `inspection.Readers.run_before`."""
-    if reads and isinstance(gradient, tf.Tensor):
-        number = tf_internals.number_here(gradient)
-        # What is older than a read may be what the read waits for.
-        if number < max(tf_internals.number_here(op.outputs[0]) for op in reads) or gradient.op.type not in _WAITS:
-            gradient = tf.identity(gradient)
-        tf_internals.run_after(gradient.op, *reads)
-    return gradient
-
-
 def noted(tensor):
     """Passes a weight's value on, and notes its gradient with the graph once there is one.
 
@@ -47,17 +32,10 @@ def noted(tensor):
     control dependencies.)
     """
 
-    graph = tf.compat.v1.get_default_graph()
-    handle = tensor.op.inputs[0]._id if tensor.op.type == "ReadVariableOp" else None
-    reads = graph._tf_ckpt_reads = getattr(graph, "_tf_ckpt_reads", {})
-    if handle is not None:
-        reads.setdefault(handle, [])
-
     @tf.custom_gradient
     def identity(tensor):
         def gradient(upstream):
             graph = tf.compat.v1.get_default_graph()
-            upstream = _after(upstream, getattr(graph, "_tf_ckpt_reads", {}).get(handle, ()))
             graph._tf_ckpt_waits = [*getattr(graph, "_tf_ckpt_waits", ()), upstream]
             return upstream
 
