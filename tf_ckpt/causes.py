@@ -111,6 +111,7 @@ class _Watch:
                 self._take_stock()
 
     def around(self, operation, call, args, kwargs):
+        operation = keras_graph.original(operation)
         self._take_stock()
         own = isinstance(operation, keras.layers.Lambda) or is_users(type(operation).__module__)
         state = PythonState([operation]) if own else None

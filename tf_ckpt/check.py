@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_ckpt import graph as keras_graph
-from tf_ckpt import snapshot, tf_internals
+from tf_ckpt import python_models, snapshot, tf_internals
 from tf_ckpt.check_report import CheckReport
 from tf_ckpt.check_runs import Subject, state_of, warmed_up
 from tf_ckpt.checking import Findings
@@ -22,7 +22,7 @@ from tf_ckpt.observing import Observer
 from tf_ckpt.python_state import PythonState
 from tf_ckpt.replay import observed
 from tf_ckpt.samples import batches_of, size_of, stated_batch
-from tf_ckpt.stages import RECOMPUTES, Stages
+from tf_ckpt.stages import RECOMPUTES, Stages, reason_to_stay_plain
 from tf_ckpt.trainee import check_loss
 from tf_ckpt.transform import apply, graph_of, plan_of, remove
 
@@ -96,6 +96,7 @@ def check(
     print(report.first.layer, report.first.cause)
     ```
     """
+    model = keras_graph.original(model)
     modes = _checked(model, modes, batch_size, tolerance, raise_error)
     batch = _batch(model, x, y, batch_size)
     alone = not isinstance(model, keras.Model)
@@ -203,16 +204,15 @@ def _called_with(layer, x):
 def _models(model, strategy):
     """Returns the model with recompute, the one without, the plan or None, and why calls fit in no plan, by name."""
     present = plan_of(model)
-    level = keras_graph.read(model)
     if isinstance(model, _Alone):
         if strategy is not None:
             raise CheckpointError(f"`strategy` goes with a model, not with a layer. Received: strategy={quoted(strategy)}")
         return _Alone(Recompute(model.layer), model.name), _Alone(model.layer, model.name), None, {}
+    python = keras_graph.runs_python(model)
     own = any(isinstance(layer, Recompute) for layer in keras_graph.sublayers(model))
-    if strategy is None and present is None and (own or level is None):
+    if strategy is None and present is None and (own or python):
         twins = [keras_graph.with_executor(model, None) for _ in range(2)]
         return *twins, None, {}
-    level = graph_of(model)  # or the error that says why it has none
     options = {}
     if isinstance(strategy, (list, tuple)):
         if len(strategy) != 2 or not isinstance(strategy[1], dict) or not set(strategy[1]) <= set(_OPTIONS):
@@ -222,14 +222,19 @@ def _models(model, strategy):
             )
         strategy, options = strategy
     strategy = strategy if strategy is not None else present if present is not None else _all_that_can_be
-    stages = Stages(level)
     # The report says what would be warned of. Functions that recompute inside of layers are met here, too.
     with warnings.catch_warnings(), observed(Observer(values=False)):
         warnings.simplefilter("ignore", CheckpointWarning)
         ours = apply(model, strategy, **options)  # planned as a user's own `apply` would be, not for this batch
-        stages.chain(plan_of(ours).batch_size)
-    plain = keras_graph.with_executor(remove(model), None)
-    return ours, plain, plan_of(ours), stages.unfit
+        if python:
+            held = python_models.layers_of(remove(model)).items()
+            reasons = {name: reason_to_stay_plain(layer) for name, layer in held if name in plan_of(ours).layers}
+            unfit = {name: reason for name, reason in reasons.items() if reason}
+        else:
+            stages = Stages(graph_of(model))
+            stages.chain(plan_of(ours).batch_size)
+            unfit = stages.unfit
+    return ours, keras_graph.with_executor(remove(model), None), plan_of(ours), unfit
 
 
 def _all_that_can_be(chain):

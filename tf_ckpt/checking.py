@@ -156,7 +156,7 @@ class Findings:
         return kind, f"{name} differs between forward run and re-run", numbers
 
     def _path(self, operations):
-        models = list(self.subject.models.values())
+        models = [keras_graph.original(x) for x in self.subject.models.values()]
         return path_of(x for x in operations if not any(x is model for model in models))
 
     def _of_error(self, mode, error, observer):

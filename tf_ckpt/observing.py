@@ -133,6 +133,7 @@ class Observer:
     # Layers
 
     def _around(self, operation, call, args, kwargs):
+        operation = keras_graph.original(operation)
         if not self._open:
             self._stack.append(operation)
             try:
