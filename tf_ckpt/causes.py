@@ -39,40 +39,38 @@ class Evidence:
     """What layers were seen to do.
 
     Attributes:
-        found: Dict from the `id` of a layer, or None for what is outside of all, to a dict from kinds to texts.
+        found: Dict from the `id` of a layer to a dict from kinds to texts.
     """
 
     def __init__(self):
         self.found = {}
 
     def add(self, layer, kind, text):
-        number = None if layer is None else id(layer)
-        self.found.setdefault(number, {}).setdefault(kind, text)
+        self.found.setdefault(id(layer), {}).setdefault(kind, text)
 
     def of(self, layers):
         """Returns the texts of the first of `layers` that has any, as one, or ""."""
         for layer in layers:
-            texts = self.found.get(None if layer is None else id(layer), {})
+            texts = self.found.get(id(layer), {})
             chosen = [text for kind, text in texts.items() if kind != _ASKS] or list(texts.values())
             if chosen:
                 return "; ".join(dict.fromkeys(chosen))
         return ""
 
 
-def gather(subject, which, mode, functions=()):
+def gather(subject, which, mode):
     """Runs a model's forward pass once more, plain, and watches it.
 
     Args:
         subject: A `check_runs.Subject`.
         which: Which of its models.
         mode: `"eager"`, or else the call is traced only.
-        functions: Functions that are recomputed in it.
 
     Returns:
         An `Evidence`.
     """
     subject.fresh()
-    watch = _Watch(functions)
+    watch = _Watch()
     model = subject.models[which]
 
     def call():
@@ -92,8 +90,8 @@ def gather(subject, which, mode, functions=()):
 
 
 class _Watch:
-    def __init__(self, functions):
-        self.evidence, self.functions = Evidence(), functions
+    def __init__(self):
+        self.evidence = Evidence()
         self._stack, self._base = [], None
 
     @property
@@ -102,7 +100,6 @@ class _Watch:
 
     @contextlib.contextmanager
     def watching(self):
-        outside = PythonState((), self.functions)
         self._base = _random_states()
         with tf_internals.watch_operations(self._on_operation):
             before = sys.getprofile()
@@ -112,10 +109,9 @@ class _Watch:
             finally:
                 sys.setprofile(before)
                 self._take_stock()
-                for label, (was, now) in outside.changed().items():
-                    self.evidence.add(None, f"python {label}", _moved(label, was, now))
 
     def around(self, operation, call, args, kwargs):
+        operation = keras_graph.original(operation)
         self._take_stock()
         own = isinstance(operation, keras.layers.Lambda) or is_users(type(operation).__module__)
         state = PythonState([operation]) if own else None

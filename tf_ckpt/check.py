@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import numbers
+import random
 import warnings
 
 import keras
@@ -10,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_ckpt import graph as keras_graph
-from tf_ckpt import snapshot, tf_internals
+from tf_ckpt import python_models, snapshot, tf_internals
 from tf_ckpt.check_report import CheckReport
 from tf_ckpt.check_runs import Subject, state_of, warmed_up
 from tf_ckpt.checking import Findings
@@ -21,13 +22,13 @@ from tf_ckpt.observing import Observer
 from tf_ckpt.python_state import PythonState
 from tf_ckpt.replay import observed
 from tf_ckpt.samples import batches_of, size_of, stated_batch
-from tf_ckpt.stages import RECOMPUTES, Stages
+from tf_ckpt.stages import RECOMPUTES, Stages, reason_to_stay_plain
 from tf_ckpt.trainee import check_loss
 from tf_ckpt.transform import apply, graph_of, plan_of, remove
 
 MODES = ("eager", "graph", "xla")
 _ROWS = 8
-_OPTIONS = ("memory", "layers", "target", "levels")
+_OPTIONS = ("memory", "layers", "target", "levels", "batch_size", "device")
 
 
 def check(
@@ -65,7 +66,7 @@ def check(
         y: The targets; None if there are none, or `x` is a dataset. Without them or a loss, the mean squares of all outputs,
             and what the layers add, are differentiated.
         strategy: What to recompute in a Functional or Sequential model, as `apply` takes it: a name, a `Plan`, a callable, or a
-            pair of one and a dict of `memory`, `layers`, `target` or `levels`, such as `("selective", {"target": 0.3})`.
+            pair of one and a dict of arguments of `apply`, such as `("selective", {"target": 0.3})`.
             Defaults to the plan of an applied model, to what there is in a model with `Recompute` layers, and otherwise to
             all that can be recomputed, in as small segments as do not change rounding.
         modes: `"eager"`, `"graph"` or `"xla"`, or a list of these. Defaults to eager and graph, since some differences show in
@@ -95,16 +96,16 @@ def check(
     print(report.first.layer, report.first.cause)
     ```
     """
+    model = keras_graph.original(model)
     modes = _checked(model, modes, batch_size, tolerance, raise_error)
     batch = _batch(model, x, y, batch_size)
+    alone = not isinstance(model, keras.Model)
+    called = _called_with(model, batch[0]) if alone else batch[0]
+    draws = _warm_up(model, *(called if alone else ((called,), {})), modes)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_everything_kept(model))
-        alone = not isinstance(model, keras.Model)
         owner = _Alone(model) if alone else model
-        called = _called_with(model, batch[0]) if alone else batch[0]
-        draws = _warm_up(model, called if alone else ((called,), {}), modes)
-        stack.enter_context(snapshot.kept(state_of(owner)))
-        ours, plain, plan, unfit = _models(owner, strategy, size_of(batch))
+        ours, plain, plan, unfit = _models(owner, strategy)
         kind, notes = _compile(model, ours, plain, loss, batch)
         data = (called, *(batch[1:] if kind != "squares" else ()), None, None)[:3]
         optimizer = getattr(model, "optimizer", None)
@@ -113,9 +114,9 @@ def check(
         findings = Findings(subject, tolerance)
         for mode in modes:
             findings.look(mode)
-    if not findings.segments and not findings.plain and not findings.differences:
+    if not (findings.segments or findings.plain or findings.differences or findings.not_rerun()):
         raise CheckpointError(
-            f"Nothing in '{model.name}' is recomputed: {_nothing(plan)}. Received: strategy={quoted(strategy)}"
+            f"Nothing in '{model.name}' is recomputed: {_nothing(plan, unfit)}. Received: strategy={quoted(strategy)}"
         )
     covered = {name for s in _walk(plan) for name in s.layers}
     report = CheckReport(
@@ -153,30 +154,45 @@ class _Alone(keras.Model):
 
 @contextlib.contextmanager
 def _everything_kept(model):
-    """A scope after which what `check` may change is as it was, what Keras and Python hold included."""
+    """A scope after which what `check` may change is as it was. Gives what layers keep in Python."""
     layers = keras_graph.sublayers(model)
-    variables = [*snapshot.model_variables(model), *(v for m in getattr(model, "metrics", ()) for v in m.variables)]
     python = PythonState(keras_graph.holders(model))
-    with tf_internals.random_operations_kept(), snapshot.kept(variables), keras_graph.losses_kept(layers):
+    with tf_internals.random_operations_kept(), snapshot.kept(state_of(model)), keras_graph.losses_kept(layers):
         try:
             with no_retracing_warnings():
-                yield
+                yield python
         finally:
             python.restore()
 
 
-def _warm_up(model, x, modes):
-    """Builds what is not built. Returns whether TensorFlow's own random operations are drawn from."""
-    python = PythonState(keras_graph.holders(model))
-    try:
-        return warmed_up(model, *x, graph=modes[0] != "eager")
-    except (ValueError, TypeError, LookupError, tf.errors.OpError) as error:
-        shapes = ", ".join(str(np.shape(a)) for a in keras.tree.flatten(x)[:4])
-        raise CheckpointError(
-            f"'{model.name}' cannot take these data: {first_line(error)}. Received: x of shape {shapes}"
-        ) from error
-    finally:
-        python.restore()
+def _warm_up(model, args, kwargs, modes):
+    """Calls a model once, so that all is built. Returns whether TensorFlow's own random operations are drawn from.
+
+    Nothing else is changed, unless something was built: that draws random numbers, and may leave data in layers, for good.
+    """
+
+    def built():
+        return [(id(layer), layer.built, len(layer.variables)) for layer in keras_graph.sublayers(model)]
+
+    before, made = built(), None
+    with _everything_kept(model) as python:
+        try:
+            draws = warmed_up(model, args, kwargs, graph=modes[0] != "eager")
+        except (ValueError, TypeError, LookupError, tf.errors.OpError) as error:
+            shapes = ", ".join(str(np.shape(a)) for a in keras.tree.flatten((args, kwargs))[:4])
+            raise CheckpointError(
+                f"'{model.name}' cannot take these data: {first_line(error)}. Received: x of shape {shapes}"
+            ) from error
+        if built() != before:
+            python.forget()
+            generators = random.getstate(), np.random.get_state()  # noqa: NPY002
+            made = *generators, keras_graph.global_seed_generator(), keras_graph.name_counters()
+    if made is not None:
+        random.setstate(made[0])
+        np.random.set_state(made[1])  # noqa: NPY002
+        keras_graph.set_global_seed_generator(made[2])
+        keras_graph.set_name_counters(made[3])
+    return draws
 
 
 def _called_with(layer, x):
@@ -185,36 +201,40 @@ def _called_with(layer, x):
     return ((), x) if isinstance(x, dict) and x and set(x) <= names else ((x,), {})
 
 
-def _models(model, strategy, rows):
+def _models(model, strategy):
     """Returns the model with recompute, the one without, the plan or None, and why calls fit in no plan, by name."""
     present = plan_of(model)
-    level = keras_graph.read(model)
     if isinstance(model, _Alone):
         if strategy is not None:
             raise CheckpointError(f"`strategy` goes with a model, not with a layer. Received: strategy={quoted(strategy)}")
         return _Alone(Recompute(model.layer), model.name), _Alone(model.layer, model.name), None, {}
+    python = keras_graph.runs_python(model)
     own = any(isinstance(layer, Recompute) for layer in keras_graph.sublayers(model))
-    if strategy is None and present is None and (own or level is None):
+    if strategy is None and present is None and (own or python):
         twins = [keras_graph.with_executor(model, None) for _ in range(2)]
         return *twins, None, {}
-    level = graph_of(model)  # or the error that says why it has none
     options = {}
     if isinstance(strategy, (list, tuple)):
         if len(strategy) != 2 or not isinstance(strategy[1], dict) or not set(strategy[1]) <= set(_OPTIONS):
             raise TypeError(
-                "A pair as `strategy` must be a strategy and a dict with `memory`, `layers`, `target` or `levels`. "
+                "A pair as `strategy` must be a strategy and a dict of arguments of `apply`. "
                 f"Received: strategy={quoted(strategy)}"
             )
         strategy, options = strategy
     strategy = strategy if strategy is not None else present if present is not None else _all_that_can_be
-    stages = Stages(level)
     # The report says what would be warned of. Functions that recompute inside of layers are met here, too.
     with warnings.catch_warnings(), observed(Observer(values=False)):
         warnings.simplefilter("ignore", CheckpointWarning)
-        ours = apply(model, strategy, batch_size=None if stated_batch(model) else rows, **options)
-        stages.chain(rows)
-    plain = keras_graph.with_executor(remove(model), None)
-    return ours, plain, plan_of(ours), stages.unfit
+        ours = apply(model, strategy, **options)  # planned as a user's own `apply` would be, not for this batch
+        if python:
+            held = python_models.layers_of(remove(model)).items()
+            reasons = {name: reason_to_stay_plain(layer) for name, layer in held if name in plan_of(ours).layers}
+            unfit = {name: reason for name, reason in reasons.items() if reason}
+        else:
+            stages = Stages(graph_of(model))
+            stages.chain(plan_of(ours).batch_size)
+            unfit = stages.unfit
+    return ours, keras_graph.with_executor(remove(model), None), plan_of(ours), unfit
 
 
 def _all_that_can_be(chain):
@@ -253,7 +273,7 @@ def _compile(model, ours, plain, loss, batch):
 def _batch(model, x, y, batch_size):
     """Returns one batch, as a tuple of nested arrays."""
     whole = isinstance(x, (tf.data.Dataset, keras.utils.PyDataset))
-    stated = stated_batch(model) if getattr(model, "inputs", None) else None
+    stated = stated_batch(model) if keras_graph.functional_of(model) is not None else None
     if whole:
         batch = batches_of(x, y, None, 1)[0]
     else:
@@ -280,9 +300,11 @@ def _walk(plan):
         waiting += segment.inside
 
 
-def _nothing(plan):
+def _nothing(plan, unfit):
     if plan is None:
         return "it holds no `tf_ckpt.Recompute` layer, and calls no function of `tf_ckpt.recompute`"
+    if unfit:
+        return "; ".join(f"'{name}' runs plain: {reason}" for name, reason in unfit.items())
     return f"the plan of {plan.strategy!r} has no segments"
 
 

@@ -46,7 +46,8 @@ class Subject:
         self.models = {PLAIN: plain, OURS: ours}
         self.batch, self.loss, self.optimizer, self.inputs, self.draws = batch, loss, optimizer, inputs, draws
         self.variables = state_of(plain)
-        self.start, self.python = snapshot.read(self.variables), PythonState(keras_graph.holders(plain))
+        self.start = snapshot.read(self.variables)
+        self.python = {name: PythonState(keras_graph.holders(model)) for name, model in self.models.items()}
         self._random = random.getstate(), np.random.get_state()  # noqa: NPY002
         self.weights = list(plain.trainable_variables)
         self.known = frozenset(id(x) for x in keras_graph.holders(plain))
@@ -54,7 +55,8 @@ class Subject:
     def fresh(self):
         """Puts everything back to where each run starts."""
         snapshot.write(self.variables, self.start)
-        self.python.restore()
+        for state in self.python.values():
+            state.restore()
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])  # noqa: NPY002
         if self.draws:
@@ -127,7 +129,7 @@ class Run:
         values |= {("gradient", name): _array(x) for name, x in zip(subject.names(), gradients, strict=False)}
         for number, (variable, parts) in enumerate(zip(subject.variables, snapshot.read(subject.variables), strict=True)):
             values["state", f"{getattr(variable, 'path', variable.name)}#{number}"] = parts[0]
-        return Results(values, subject.python.values())
+        return Results(values, subject.python[self.which].values())
 
     def differences(self, allowed):
         """Returns the first `observing.Pair` in each segment that differs between forward run and re-run."""
@@ -142,7 +144,7 @@ class Run:
         whole = observer.whole("model") if self.values and self.which == PLAIN else contextlib.nullcontext()
         with self._scope(), replay.observed(observer), observer.watching(), whole:
             outputs, loss, gradients = self.subject.step(self.which, batch)
-        self._tensors = observer.tensors() if self.mode != "eager" else []
+        self._tensors = observer.tensors() if not tf.executing_eagerly() else []  # `tf.config.run_functions_eagerly`
         return outputs, loss, gradients, self._tensors
 
     def _scope(self):

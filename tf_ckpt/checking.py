@@ -36,7 +36,7 @@ class Findings:
         self.subject, self.tolerance = subject, tolerance
         self.differences, self.plain, self.notes = [], {}, []
         self.compared, self.largest_share = 0, 0.0
-        self._forwards, self._reruns, self._functions, self._evidence, self._inside = {}, set(), {}, {}, {}
+        self._forwards, self._reruns, self._evidence, self._inside = {}, set(), {}, {}
 
     @property
     def segments(self):
@@ -98,7 +98,6 @@ class Findings:
         for name in observer.forwards:
             self._forwards.setdefault(name, len(self._forwards))
         self._reruns |= observer.reruns
-        self._functions.update(observer.functions)
         self._inside |= observer.inside
         for name, reason in observer.plain.items():
             self.plain.setdefault(name, reason.rstrip("."))
@@ -113,8 +112,7 @@ class Findings:
         """Returns what layers were seen to do in a mode."""
         kind = "eager" if mode == "eager" else "graph"
         if kind not in self._evidence:
-            functions = [x for x in self._functions.values() if not isinstance(x, keras.Layer)]
-            self._evidence[kind] = gather(self.subject, OURS, kind, functions)
+            self._evidence[kind] = gather(self.subject, OURS, kind)
         return self._evidence[kind]
 
     # Between forward run and re-run
@@ -132,7 +130,7 @@ class Findings:
         elif inside:
             layer, owners = inside[-1], event.owners[: event.owners.index(inside[-1])]
         kind, text, numbers = self._said(pair)
-        candidates = [layer, *_inside(trace, layer)] if layer is not None else [None, *reversed(trace.around)]
+        candidates = [layer, *_inside(trace, layer)] if layer is not None else reversed(trace.around)
         cause = self._of(mode).of(candidates)
         if not cause:
             small = numbers.get("share", 1.0) <= rounding and pair.a is not None and pair.a.dtype.kind not in "biuOSU"
@@ -158,7 +156,7 @@ class Findings:
         return kind, f"{name} differs between forward run and re-run", numbers
 
     def _path(self, operations):
-        models = list(self.subject.models.values())
+        models = [keras_graph.original(x) for x in self.subject.models.values()]
         return path_of(x for x in operations if not any(x is model for model in models))
 
     def _of_error(self, mode, error, observer):
@@ -174,7 +172,8 @@ class Findings:
             if cause:
                 layer, owners = event.layer, event.owners
                 break
-        cause = cause or self._of(mode).of([None]) or f"see the error. {_ADVICE.get(type(error), '')}".rstrip()
+        around = () if trace is None else reversed(trace.around)
+        cause = cause or self._of(mode).of(around) or f"see the error. {_ADVICE.get(type(error), '')}".rstrip()
         name = self._path((*owners, layer)) if layer is not None else ""
         return Difference(mode, "error", name, segment, f"{type(error).__name__}: {text}", cause)
 
@@ -213,6 +212,9 @@ class Findings:
             where, cause = self._suspect(mode)
         order = {key: number for number, key in enumerate(want.values)}
         for key, problem, distance in sorted([*found, *small], key=lambda x: order[x[0]]):
+            if problem == _NO_GRADIENT and not np.any(_values(have.values[key])):
+                made.append(Difference(mode, key[0], "", "", f"{_named(key)} is zeros with recompute", _ZEROS))
+                continue
             tiny = not explained and distance is not None and distance.share <= rounding and _is_float(want.values[key])
             why = ROUNDING if tiny else cause
             numbers = {} if distance is None else vars(distance)
@@ -238,7 +240,7 @@ class Findings:
             cause = self._of(mode).of([layer])
             if cause:
                 return self._path((*owners, layer)), cause
-        return "", self._of(mode).of([None]) or _UNEXPLAINED
+        return "", _UNEXPLAINED
 
     def _first_varying(self, mode):
         """Returns the first layer that differs between two runs of the plain model, and why."""
@@ -258,7 +260,7 @@ class Findings:
 
     def _compare_python(self, want, have):
         for label, once in want.python.items():
-            if not same(once, have.python[label]):
+            if label in have.python and not same(once, have.python[label]):
                 twice = short(have.python[label])
                 told = short(once) != twice  # not so of random generators
                 values = f" ({twice} after a step with recompute, {short(once)} after a plain one)" if told else ""
@@ -276,7 +278,7 @@ def _is_float(value):
 def _problem(a, b):
     """Returns how two results differ in kind, or ""."""
     if (a is None) != (b is None):
-        return "is None with recompute" if b is None else "is None in the plain model only"
+        return "is None with recompute, a value in the plain model" if b is None else _NO_GRADIENT
     if a is None:
         return ""
     if isinstance(a, tuple) != isinstance(b, tuple):
@@ -335,5 +337,14 @@ def _owner(trace, variable):
     return (None, ()) if event is None else (event.layer, event.owners)
 
 
+def _values(gradient):
+    return gradient[1] if isinstance(gradient, tuple) else gradient
+
+
+_NO_GRADIENT = "is None in the plain model, a value with recompute"
+_ZEROS = (
+    "a recomputed function has several outputs of which one is not used, so that weights which lead to that one alone get "
+    "zeros, where the plain model gives None. Do not return what is not used"
+)
 _FROM_PLAIN = "differs from the plain model's"
 _ADVICE = {NotImplementedError: "Use `with tf_ckpt.disabled():` there."}

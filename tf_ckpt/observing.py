@@ -38,9 +38,9 @@ class Event:
 class Trace:
     """The events of one run of a segment, or of a whole model."""
 
-    def __init__(self, name, function, around):
-        self.name, self.function, self.around = name, function, around
-        self.events, self.kept, self.done = [], {}, False
+    def __init__(self, name, around):
+        self.name, self.around = name, around
+        self.events, self.kept = [], {}
 
 
 class Pair:
@@ -69,7 +69,7 @@ class Observer:
 
     def __init__(self, values=True, known=frozenset()):
         self.values, self._known = values, known
-        self.plain, self.forwards, self.reruns, self.functions, self.last = {}, {}, set(), {}, None
+        self.plain, self.forwards, self.reruns, self.last = {}, {}, set(), None
         self.pairs, self.compared, self.inside = [], 0, {}
         self._stack, self._traces, self._open, self._whole = [], {}, [], None
         self._home = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -86,7 +86,7 @@ class Observer:
     @contextlib.contextmanager
     def whole(self, name):
         """A scope that is noted like the run of a segment; gives its `Trace`."""
-        self._whole = trace = Trace(name, None, ())
+        self._whole = trace = Trace(name, ())
         self._open.append(trace)
         try:
             yield trace
@@ -97,7 +97,7 @@ class Observer:
 
     @contextlib.contextmanager
     def calling(self, run, again):
-        trace = Trace(run.name, run.fn, tuple(self._stack))
+        trace = Trace(run.name, tuple(self._stack))
         self._traces[run, again] = self.last = trace
         self._open.append(trace)
         try:
@@ -107,8 +107,6 @@ class Observer:
 
     def called(self, run, again, result, updates, losses):
         trace = self._traces[run, again]
-        trace.done = True
-        self.functions.setdefault(run.name, run.fn)
         if self.values:
             values = [("result", x) for x in _flat(result)] + [("mask", x) for x in _masks(result)]
             trace.events.append(Event("result", None, trace.around, self._leaves(trace, values)))
@@ -135,6 +133,7 @@ class Observer:
     # Layers
 
     def _around(self, operation, call, args, kwargs):
+        operation = keras_graph.original(operation)
         if not self._open:
             self._stack.append(operation)
             try:
@@ -173,6 +172,8 @@ class Observer:
             return tf.Tensor
         if self._home is not None:
             return value
+        if not hasattr(value, "numpy"):  # of a function that is traced inside
+            return tf.Tensor
         if value._id not in trace.kept:
             trace.kept[value._id] = value.numpy()
         return trace.kept[value._id]

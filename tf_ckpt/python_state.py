@@ -68,6 +68,15 @@ class PythonState:
             for name in set(_plain_attributes(owner)) - names:
                 del owner.__dict__[name]  # it came since
 
+    def forget(self):
+        """Has `restore` put nothing back."""
+        self._slots, self._owners = {}, []
+
+    def _label(self, label):
+        """Returns what a place is called, once: layers inside of two models may have the same name."""
+        count = sum(1 for known in self._slots if known == label or known.startswith(f"{label} ("))
+        return f"{label} ({count + 1})" if count else label
+
     def _follows(self, module):
         """Returns whether what a module has is looked into: libraries are not, but that of a layer."""
         if not is_users(module):
@@ -91,7 +100,7 @@ class PythonState:
         attributes = _plain_attributes(value)
         self._owners.append((value, set(attributes)))
         for attribute in attributes:
-            self._slots[f"`{attribute}` of '{name}'"] = _Attribute(value, attribute)
+            self._slots[self._label(f"`{attribute}` of '{name}'")] = _Attribute(value, attribute)
         for attribute, held in list(vars(value).items()):
             if attribute not in attributes and not isinstance(held, (keras.Layer, types.FunctionType)):
                 self._object(held, depth + 1)
@@ -110,7 +119,7 @@ class PythonState:
             if isinstance(function, types.FunctionType):
                 self._function(function, depth + 1)
             elif not name.startswith("__") and _is_plain(value):
-                self._slots[f"`{kind.__name__}.{name}`"] = _OfClass(kind, name)
+                self._slots[self._label(f"`{kind.__name__}.{name}`")] = _OfClass(kind, name)
 
     def _function(self, function, depth):
         function = inspect.unwrap(function) if callable(function) else function
@@ -121,17 +130,22 @@ class PythonState:
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
-                self._found(f"the variable `{name}` around `{function.__name__}`", _Cell(cell), cell.cell_contents, depth)
+                value = cell.cell_contents
             except ValueError:  # an empty cell
                 continue
+            if id(cell) not in self._seen:
+                self._seen.add(id(cell))
+                self._found(f"the variable `{name}` around `{function.__name__}`", _Cell(cell), value, depth)
         for name in sorted(_names(function.__code__)):
-            if name in function.__globals__:
+            place = (id(function.__globals__), name)
+            if name in function.__globals__ and place not in self._seen:
+                self._seen.add(place)
                 value = function.__globals__[name]
                 self._found(f"the global variable `{name}`", _Global(function.__globals__, name), value, depth)
 
     def _found(self, label, slot, value, depth):
         if _is_plain(value):
-            self._slots[label] = slot
+            self._slots[self._label(label)] = slot
         elif not isinstance(value, (keras.Layer, type, types.ModuleType)):
             self._object(value, depth + 1)
 

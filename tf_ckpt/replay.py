@@ -152,7 +152,7 @@ def observed(observer):
         observer: An object with the methods `calling(run, again)`, a context manager around each call of a recomputed function,
             with whether it is a re-run; `called(run, again, result, updates, losses)` when such a call was good, with what
             the function returned, a dict from the `id` of each variable that it wrote to the value, and a list of pairs of a
-            layer and a loss that it added; and `runs_plain(name, reason)`. A run has the attributes `name` and `fn`.
+            layer and a loss that it added; and `runs_plain(name, reason)`. A run has the attributes `name` and `record`.
     """
     before, _local.observer = getattr(_local, "observer", None), observer
     try:
