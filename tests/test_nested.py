@@ -35,13 +35,9 @@ def parts(chain):
 
 # In eager mode everything happens in order: `make test` runs what differs most there, `make test-all` everything.
 ORDERED = {"dropout", "attention", "nested_model", "custom_state"}
-# The sum that is the gradient of a separable convolution's bias waits for what reads the bias.
-LAST_BIT = pytest.mark.xfail(strict=False, reason="the last bit of the gradient of a separable convolution's bias")
 
 
 def marks(case, mode):
-    if (case, mode) == ("convolutions", "graph"):
-        return [LAST_BIT]
     return [pytest.mark.slow] if mode == "eager" and case not in ORDERED else []
 
 

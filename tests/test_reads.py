@@ -87,3 +87,15 @@ def test_gradients_from_before_a_write_that_the_forward_run_reads():
         results.append([x.numpy() for x in [*gradients, *weights]])
     for a, b in zip(*results, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_an_output_is_made_before_its_bias_changes():
+    """Here the gradient of one bias needs the other output, not its own."""
+    inputs = keras.Input((6,))
+    x = L.Dense(6, activation="gelu")(inputs)
+    model = keras.Model(inputs, L.Multiply()([L.Dense(6, name="a")(x), L.Dense(6, name="b")(x)]))
+    plan = tf_ckpt.plan(model, lambda chain: [tf_ckpt.strategies.Range(0, len(chain) - 1)], batch_size=4)
+    assert [len(segment.layers) for segment in plan.segments] == [3]
+    model = tf_ckpt.apply(model, plan)
+    model.compile(keras.optimizers.SGD(0.1), lambda y, p: keras.ops.sum(p), jit_compile=False)
+    assert unordered(lambda: model.fit(X, X, batch_size=4, verbose=0)) == []

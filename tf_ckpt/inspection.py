@@ -301,19 +301,6 @@ class Readers:
         self._end, self._outputs = len(self._graph.get_operations()), {x._id for x in outputs}
         self._all.append((self._begin, self._end))
 
-    def run_before(self, upstream):
-        """Makes every read of a variable in the re-run come before what the gradients `upstream` start from.
-
-        TensorFlow has an update wait for the reads before it, but its graph optimiser takes that for granted where another way
-        leads from the read to the update, and may later undo this way (it takes `IdentityN` apart). The gradient of a
-        layer's weight does not need the weight, so the re-run could read what this very step has made of it.
-        """
-        idle = getattr(self._graph, "_tf_ckpt_idle", ())
-        operations = self._graph.get_operations()[self._begin : self._end]
-        reads = [op for op in operations if op.type in _READS_VARIABLES and op.name not in idle]
-        for op in {x.op.name: x.op for x in upstream}.values():
-            tf_internals.run_after(op, *reads)
-
     def backward(self):
         """Returns the operations of the backward pass, as far as it has been made, without re-runs inside of it."""
         operations, inner = self._graph.get_operations(), [(a, b) for a, b in self._all if a >= self._end]
@@ -341,7 +328,6 @@ class Readers:
 
 
 _reruns = weakref.WeakKeyDictionary()  # graph -> pairs (first operation, end) of all re-runs in it
-_READS_VARIABLES = frozenset(["ReadVariableOp", "ResourceGather", "ResourceGatherNd"])
 _READS_SHAPES = frozenset(["Shape", "ShapeN", "Size", "Rank"])
 _READS_OTHERS = frozenset(["Mul", "RealDiv", "Div", "DivNoNan"])  # each input, for the gradients of the others
 _READS_INPUTS = frozenset(

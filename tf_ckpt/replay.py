@@ -315,7 +315,6 @@ class _Run:
         self.place = None if self.graph is None else _Place(name)
         self.result = None
         self.reached, self.raw_reads, self.uses = (), [], []
-        self.upstream = ()
         self.done = False
         self.observer = getattr(_local, "observer", None)
 
@@ -335,7 +334,7 @@ class _Run:
                     "it captures a tensor that gradients may flow through. Pass the tensor as an argument. "
                     f"Received: {keras_graph.describe(tensor)}."
                 )
-        outputs = _join(outputs, [] if eager else self._read_backward(), self._arrived)
+        outputs = _join(outputs, [] if eager else self._read_backward(), self._check_order)
         count = len(self.record.losses)
         floats = iter(outputs[: len(outputs) - count])
         with tf.name_scope("tf_ckpt_state/"):
@@ -442,11 +441,6 @@ class _Run:
         here = tf.compat.v1.get_default_graph()
         return [x for x in self.watched.read_backward(self.reached) if x.graph is here]
 
-    def _arrived(self, upstream):
-        """Is told of the gradients of the outputs, when the backward pass begins."""
-        self._check_order()
-        self.upstream = upstream
-
     def _check_order(self):
         """Raises if a tape follows the backward pass itself: that a re-run would not show it all."""
         here = self.graph is None or self.begun is tf.compat.v1.get_default_graph()
@@ -519,7 +513,6 @@ class _Run:
             )
         if token is not None:
             readers.end(outputs)
-            readers.run_before(self.upstream)
         return (tf.zeros([]), *outputs)
 
     def _floats(self, flat):
@@ -563,9 +556,6 @@ def _enter(inputs, originals, token, place, readers):
         lone = readers.lone()
         if lone:
             keep(zero_after(lone))
-        name = place.passing_on(upstream)
-        if name:
-            tf_internals.name_next("IdentityN", name)  # in which `tf.recompute_grad` passes the gradients on
         return upstream
 
     with tf_internals.recorded(gradient, inputs) as made:
@@ -593,18 +583,6 @@ class _Place:
         """Returns the name scope of the re-run's operations."""
         return tf.compat.v1.name_scope(self._names()[1] or None)
 
-    def passing_on(self, gradients):
-        """Returns the name of what passes on the gradients of the run's inputs, or None where TensorFlow's own will do.
-
-        It stands where the first of them stands in the plain graph. A tape calls that `gradient_tape/...`, unless it is a sum,
-        whose name begins as that of an "IdentityN" does.
-        """
-        here = tf.compat.v1.get_default_graph()
-        names = [x.op.name for x in gradients if x is not None]
-        if here is not self._graph or not names or not names[0].startswith("gradient_tape/"):
-            return None
-        return f"{names[0]}/IdentityN"
-
     def inside(self, tensor):
         """Returns what `tensor` of the forward run is called in the re-run, or None if it has no name."""
         if not hasattr(tensor, "op"):  # an eager one, which the graph captures
@@ -625,7 +603,7 @@ def _join(outputs, read_backward, arrived):
     Args:
         outputs: The token and the outputs of the recomputed function.
         read_backward: Tensors of the forward run.
-        arrived: Callable that is called with the gradients of the outputs before the backward pass.
+        arrived: Callable that is called before the backward pass.
 
     Returns:
         The list of outputs, without the token.
@@ -640,15 +618,12 @@ def _join(outputs, read_backward, arrived):
         def gradient(*upstream):
             # A gather behind an output sends a sparse gradient; what is recomputed takes it dense, as the plain ops do.
             upstream = [tf.convert_to_tensor(x) for x in upstream]
-            if not eager:
-                upstream = [x if newest < tf_internals.number_here(x) else tf.identity(x) for x in upstream]
-            arrived(upstream)
+            arrived()
             if eager:
                 return (tf.zeros([]), *upstream)
+            tf_internals.take_gradients_apart()
             return (zero_after([*upstream, *take_weight_gradients()]) + seen, *upstream)
 
-        made = [tf.identity(x) for x in outputs]
-        newest = max((tf_internals.number_here(x) for x in made), default=0)
-        return made, gradient
+        return [tf.identity(x) for x in outputs], gradient
 
     return join(*outputs)

@@ -85,31 +85,60 @@ def recorded(gradient, inputs):
     record.record_operation("TfCkpt", made, list(inputs), gradient)
 
 
-def name_next(op_type, name):
-    """Gives the next operation of a type in the present graph a name, whatever scope it is made in.
+class _Apart:
+    """What stands for an `IdentityN` operation that has been made one `Identity` for each of its tensors."""
 
-    Args:
-        op_type: String, such as `"IdentityN"`.
-        name: String. What else is called so gets a number behind it, as always.
+    def __init__(self, inputs):
+        self.inputs = list(inputs)
+        self.outputs = [tf.identity(x, name=f"{x.op.name}/IdentityN") for x in inputs]
+
+    def get_attr(self, name):
+        return [x.dtype.as_datatype_enum for x in self.inputs]
+
+
+def take_gradients_apart():
+    """Makes what passes on the gradients of segments in the present graph one `Identity` for each of them, from now on.
+
+    In graph mode a custom gradient passes everything through one `IdentityN`, so that each tensor waits for everything, until
+    TensorFlow's graph optimiser takes it apart. Before that it drops the edge by which an update waits for a read of the
+    variable, wherever another way leads from the read to the update: one through an `IdentityN`, which is gone later, so that
+    the read may get what the update wrote. `tf.recompute_grad` passes its gradients through one, and so does an optimizer.
     """
     graph = tf.compat.v1.get_default_graph()
-    present = graph._create_op_internal
-    before = None if getattr(present, "__func__", None) is type(graph)._create_op_internal else present
+    if hasattr(graph, "_tf_ckpt_gradients_made"):
+        return
+    made = graph._tf_ckpt_gradients_made = set()
+    original = type(graph)._create_op_internal
     reference = weakref.ref(graph)  # a graph that held itself would outlive its model
 
-    def named(kind, *args, **kwargs):
+    def create(kind, inputs, *args, **kwargs):
         graph = reference()
-        if kind == op_type:
-            if before is None:
-                del graph._create_op_internal
-            else:
-                graph._create_op_internal = before
-            with graph.name_scope(None):
-                kwargs["name"] = graph.unique_name(name) + "/"  # taken as it is
-        create = type(graph)._create_op_internal.__get__(graph) if before is None else before
-        return create(kind, *args, **kwargs)
+        if kind == "IdentityN":
+            where = _gradient_of(graph._gradient_override_map.get(kind))
+            if "recompute_grad.<locals>" in where and "inner_recompute_grad" in where:
+                with record.stop_recording():
+                    apart = _Apart(inputs)
+                made.update(x._id for x in apart.outputs)
+                return apart
+            if "all_reduce.<locals>" in where and any(_descends(x, made) for x in inputs):
+                with record.stop_recording():
+                    return _Apart(inputs)
+        return original(graph, kind, inputs, *args, **kwargs)
 
-    graph._create_op_internal = named
+    graph._create_op_internal = create
+
+
+def _descends(tensor, numbers):
+    """Returns True if one of the tensors with these numbers is `tensor`, or leads to it."""
+    seen, queue = {tensor._id}, [tensor]
+    while queue:
+        tensor = queue.pop()
+        if tensor._id in numbers:
+            return True
+        new = [x for x in tensor.op.inputs if x._id not in seen]
+        seen.update(x._id for x in new)
+        queue += new
+    return False
 
 
 class _GradientEntries(dict):
@@ -152,9 +181,23 @@ def _closure(function, name):
 
 
 def _is_recompute(function):
-    gradient = _closure(_closure(function, "tape_grad_fn"), "grad_fn")
-    where = f"{getattr(gradient, '__module__', '')}.{getattr(gradient, '__qualname__', '')}"
+    where = _written(function)
     return "recompute_grad" in where or where.startswith("tf_ckpt.")
+
+
+def _written(function):
+    """Returns where the gradient function that a custom gradient's entry in the registry calls is written."""
+    gradient = _closure(_closure(function, "tape_grad_fn"), "grad_fn")
+    return f"{getattr(gradient, '__module__', '')}.{getattr(gradient, '__qualname__', '')}"
+
+
+def _gradient_of(name):
+    """Returns where the custom gradient of this name in the registry is written, or "" for one that is not there."""
+    entry = ops.gradient_registry._registry.get(name) if name else None
+    if not entry:
+        return ""
+    function = entry["type"]
+    return _written(_closure(function, "reference")() if _closure(function, "reference") else function)
 
 
 def release_graphs():
