@@ -117,7 +117,8 @@ def test_a_budget_that_nothing_fits():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options"), [("budget", {"memory": 0.5}), ("recursive", {}), ("recursive", {"levels": 2})]
+    ("strategy", "options"),
+    [("budget", {"memory": 0.5}), ("recursive", {}), pytest.param("recursive", {"levels": 2}, marks=pytest.mark.slow)],
 )
 def test_training_is_that_of_the_plain_model(strategy, options):
     model = net()

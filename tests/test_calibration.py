@@ -264,7 +264,9 @@ def test_costs_know_no_device():
     assert chain_of(model).counted is None
 
 
-@pytest.mark.parametrize(("strategy", "options"), [("budget", {"memory": 0.7}), ("selective", {"target": 0.7})])
+@pytest.mark.parametrize(
+    ("strategy", "options"), [pytest.param("budget", {"memory": 0.7}, marks=pytest.mark.slow), ("selective", {"target": 0.7})]
+)
 def test_what_is_dear_is_not_run_again(strategy, options):
     model = net()
     options |= {"batch_size": BATCH}

@@ -26,8 +26,12 @@ def test_apply(case, mode):
     compare(model, applied, inputs, mode, training, bound=XLA_BOUNDS.get(case, XLA_BOUND))
 
 
+# Loops take long to trace, and `test_apply` has them too.
+QUICK = [pytest.param(case, marks=pytest.mark.slow) if case == "recurrent" else case for case in CASES]
+
+
 @pytest.mark.parametrize("mode", SLOW_XLA)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", QUICK)
 def test_recompute_layers(case, mode):
     model, inputs, training = CASES[case]()
     wrapping = wrapped(model)
@@ -39,7 +43,7 @@ def test_recompute_layers(case, mode):
 
 
 @pytest.mark.parametrize("mode", SLOW_XLA)
-@pytest.mark.parametrize("case", sorted(set(CASES) - {"implicit_mask"}))  # its embedding has a sparse gradient
+@pytest.mark.parametrize("case", [case for case in QUICK if case != "implicit_mask"])  # its embedding has a sparse gradient
 def test_recompute_function(case, mode):
     model, inputs, training = CASES[case]()
     variables, state = model.trainable_variables, model.non_trainable_variables

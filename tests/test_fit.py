@@ -13,7 +13,7 @@ L = keras.layers
 def convolutional():
     inputs = keras.Input((16, 16, 3))
     x = inputs
-    for filters in (8, 8, 16):
+    for filters in (8, 16):
         y = L.Conv2D(filters, 3, padding="same")(x)
         y = L.ReLU()(L.BatchNormalization()(y))
         y = L.BatchNormalization()(L.Conv2D(filters, 3, padding="same")(y))

@@ -38,7 +38,7 @@ MODELS = {
 
 
 # `make test` leaves out what takes longest to trace; `make test-all` runs everything.
-LARGE = {"DenseNet121", "EfficientNetB0"}
+LARGE = {"DenseNet121", "EfficientNetB0", "MobileNetV2"}
 
 
 @pytest.mark.parametrize("strategy", ["sqrt", pytest.param("full", marks=pytest.mark.slow)])

@@ -24,9 +24,12 @@ def saved(model, path):
     return keras.models.load_model(path)
 
 
+SLOW_MAKERS = {saving_models.nested, saving_models.scaled}
+
+
 @pytest.mark.parametrize(
     "make",
-    [pytest.param(make, marks=[pytest.mark.slow] if make is saving_models.nested else []) for make in MAKERS],
+    [pytest.param(make, marks=[pytest.mark.slow] if make in SLOW_MAKERS else []) for make in MAKERS],
     ids=[make.__name__ for make in MAKERS],
 )
 def test_a_loaded_model_trains_on_bit_for_bit(make, tmp_path):
