@@ -439,7 +439,7 @@ def changed(plan, tmp_path, change):
     return tmp_path / "plan.json"
 
 
-@pytest.mark.parametrize("key", [key for key in FIELDS if key not in ("unit", "untraced")])
+@pytest.mark.parametrize("key", [key for key in FIELDS if key not in ("unit", "untraced", "open_sized")])
 def test_a_file_without_a_key(plan, tmp_path, key):
     path = changed(plan, tmp_path, lambda content: content.pop(key))
     with pytest.raises(CheckpointError, match=rf"A plan needs '{key}': .*Received: path=.*, which has \['"):
@@ -457,7 +457,10 @@ def test_a_file_from_before_plans_in_seconds(plan, tmp_path):
     path = changed(
         plan,
         tmp_path,
-        lambda content: [content.pop("unit"), content.pop("untraced"), content["segments"][0].pop("rerun_seconds")],
+        lambda content: [
+            *(content.pop(key) for key in ("unit", "untraced", "open_sized")),
+            content["segments"][0].pop("rerun_seconds"),
+        ],
     )
     assert dataclasses.astuple(Plan.load(path)) == dataclasses.astuple(plan)
 
@@ -696,3 +699,13 @@ def test_plot_needs_the_moments(plan, tmp_path, key):
 
 def test_tree_of_a_plan_is_a_tree_of_the_chain(plan):
     assert chain_of().peak(plan.ranges()) == chain_of().peak(tree_of(TREE))
+
+
+@pytest.mark.parametrize("length", [None, 12])
+def test_open_dimensions_are_told(length):
+    inputs = keras.Input((length, 4))
+    model = keras.Model(inputs, keras.layers.GlobalAveragePooling1D()(keras.layers.Dense(4, name="each")(inputs)))
+    plan, lines = tf_ckpt.plan(model, "full", batch_size=2), []
+    plan.summary(print_fn=lines.append)
+    assert plan.open_sized == (("each",) if length is None else ())
+    assert ("count as 64 each" in "".join(lines)) == (length is None)

@@ -71,6 +71,7 @@ class Plan:
         unknown: Types of operations whose FLOPs are not known: the elements that they make count instead.
         untraced: Names of the calls that could not be traced, so that what they keep and cost is guessed from the sizes of
             their outputs.
+        open_sized: Names of the calls that make tensors with dimensions left open, the batch apart: 64 stands for each.
         unit: `"FLOPs"`, or `"seconds"` if a `Calibration` of a device priced what is run again: what the strategy had as
             little as possible of, and `overhead` and `curve` are shares of.
     """
@@ -89,6 +90,7 @@ class Plan:
     curve: tuple = dataclasses.field(default=(), compare=False, repr=False)
     unknown: tuple = dataclasses.field(default=(), compare=False, repr=False)
     untraced: tuple = dataclasses.field(default=(), compare=False, repr=False)
+    open_sized: tuple = dataclasses.field(default=(), compare=False, repr=False)
     unit: str = "FLOPs"
 
     @classmethod
@@ -132,6 +134,7 @@ class Plan:
             plain_moments=plain,
             unknown=tuple(chain.unknown),
             untraced=tuple(chain.untraced),
+            open_sized=tuple(chain.open_sized),
             unit="FLOPs" if chain.unit == "FLOPs" else "seconds",
             curve=tuple((int(size), float(overhead)) for size, overhead in curve),
         )
@@ -195,6 +198,11 @@ class Plan:
                 *(
                     [f"Could not be traced, costs guessed from output sizes: {_listed(self.untraced)}."]
                     if self.untraced
+                    else []
+                ),
+                *(
+                    ["Dimensions that the model's inputs leave open, the batch apart, count as 64 each: state them if longer."]
+                    if self.open_sized
                     else []
                 ),
             )

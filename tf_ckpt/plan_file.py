@@ -60,7 +60,7 @@ class _Reader:
     """Makes a `Plan` of what a file holds, and checks each value.
 
     Files from before plans in seconds have no `unit` and no `rerun_seconds`: they are in FLOPs. Those from before
-    `untraced` do not tell which calls could not be traced.
+    `untraced` and `open_sized` do not tell which calls could not be traced or have open dimensions.
     """
 
     def __init__(self, where):
@@ -98,6 +98,7 @@ class _Reader:
             curve=tuple((size, float(overhead)) for size, overhead in pairs),
             unknown=tuple(self._take(content, "unknown", _texts, "a list of operation types")),
             untraced=tuple(self._take({"untraced": [], **content}, "untraced", _texts, "a list of the names of calls")),
+            open_sized=tuple(self._take({"open_sized": [], **content}, "open_sized", _texts, "a list of the names of calls")),
             unit=self._take({"unit": "FLOPs", **content}, "unit", lambda x: x in ("FLOPs", "seconds"), "'FLOPs' or 'seconds'"),
             **{key: self._take(content, key, _size, "a whole number, 0 or more") for key in sizes},
         )

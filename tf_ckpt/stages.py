@@ -138,6 +138,11 @@ class Stages:
             shared=self._shared(),
             unknown=tuple(sorted({kind for c in costs for kind in c.unknown})),
             untraced=tuple(name for name, c in zip(self.names, costs, strict=True) if not c.traced),
+            open_sized=tuple(
+                name
+                for name, node in zip(self.names, self.nodes, strict=True)
+                if any(None in node.specs[x].shape[1:] for x in node.outputs)
+            ),
             **_parts(costs),
             fixed=self._fixed(costs, reach),
             joins_before=np.array([c.elementwise_start for c in costs], bool),

@@ -89,6 +89,7 @@ class Chain:
         gradients_wait: Whether all weight gradients of a step are held until the last one is there.
         unknown: Types of the operations whose FLOPs are not known, so that their outputs' elements stand for them.
         untraced: Names of the stages that could not be traced: the sizes of their outputs stand for their costs.
+        open_sized: Names of the stages that make tensors with dimensions left open, the batch apart: 64 stands for each.
         unit: `"FLOPs"` or `"nanoseconds"`: not seconds, so that the numbers are far above 1, as FLOPs are.
         counted: The same chain in FLOPs, where the unit is another; else None.
     """
@@ -118,6 +119,7 @@ class Chain:
     shared: tuple = ()
     unknown: tuple = ()
     untraced: tuple = ()
+    open_sized: tuple = ()
     gradients_wait: bool = True
     graph_mode: bool = False
     backward_last: np.ndarray | None = None
