@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tf_ckpt import tf_internals
 from tf_ckpt.errors import CheckpointError, CheckpointWarning
+from tf_ckpt.state import is_bookkeeping
 
 RANDOM = frozenset(
     [
@@ -163,7 +164,8 @@ class Watched:
         if self._home is not None:
             # A graph's own list is complete; the calls of functions, for one, are not told to a watcher.
             for op in self._home.get_operations()[before:]:
-                self._note(op.type, op.inputs, op.outputs)
+                if not is_bookkeeping(op):
+                    self._note(op.type, op.inputs, op.outputs)
 
     def _on_tape(self):
         self.tapes += 1

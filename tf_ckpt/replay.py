@@ -92,6 +92,16 @@ def _recomputing(value):
         _local.recomputing = before
 
 
+@contextlib.contextmanager
+def _in_forward(value):
+    """A scope inside the forward run of a segment, or not any more."""
+    before, _local.in_forward = getattr(_local, "in_forward", False), value
+    try:
+        yield
+    finally:
+        _local.in_forward = before
+
+
 class _Clock:
     """Seconds that re-runs took in eager mode."""
 
@@ -334,7 +344,9 @@ class _Run:
                     "it captures a tensor that gradients may flow through. Pass the tensor as an argument. "
                     f"Received: {keras_graph.describe(tensor)}."
                 )
-        outputs = _join(outputs, [] if eager else self._read_backward(), self._check_order)
+        # In the forward run of a segment around this one nobody asks for gradients: the re-run there makes all anew.
+        seen = None if eager or getattr(_local, "in_forward", False) else zero_after([*outputs[1:], *self._read_backward()])
+        outputs = _join(outputs, seen, self._check_order)
         count = len(self.record.losses)
         floats = iter(outputs[: len(outputs) - count])
         with tf.name_scope("tf_ckpt_state/"):
@@ -385,7 +397,7 @@ class _Run:
         created = keras_graph.uninitialized_variables()
         watched = self.watched
         try:
-            with _recomputing(0), watched.watching(), self.record.forward(lifted, inputs):
+            with _recomputing(0), _in_forward(True), watched.watching(), self.record.forward(lifted, inputs):
                 result = self._call(inputs, None)
         finally:
             if watched.tapes:  # nor can what came of it be trusted, an error included
@@ -494,7 +506,7 @@ class _Run:
             originals = [self.leaves[places[0]] for places in self.places] + self.lifted
             inputs = _enter(inputs, originals, token, self.place, readers)
         lifted = inputs[len(self.places) :]
-        with _recomputing(1), self._inside(), self.record.rerun(lifted, token) as scope:
+        with _recomputing(1), _in_forward(False), self._inside(), self.record.rerun(lifted, token) as scope:
             result = self._call(inputs, token)
             made = scope.owned_losses()
         losses = [loss for _, loss in made]
@@ -592,17 +604,17 @@ class _Place:
         return prefix + tensor.op.name[len(outer) :] if tensor.op.name.startswith(outer) else root + tensor.op.name
 
 
-def _join(outputs, read_backward, arrived):
+def _join(outputs, seen, arrived):
     """Passes outputs on, and makes the token's gradient depend on the gradients of all of them.
 
     `tf.recompute_grad` waits for the gradient of its first output only. The token also waits for the forward's own
     outputs: where the upstream gradient is a constant (a loss that is a plain sum), nothing else would keep the re-run
-    from being merged with the forward run. And it reads what the backward pass of the plain model reads, see
-    `Watched.read_backward`. Last, it waits for the gradients of later layers' weights: see `state.noted`.
+    from being merged with the forward run. Last, it waits for the gradients of later layers' weights: see `state.noted`.
 
     Args:
         outputs: The token and the outputs of the recomputed function.
-        read_backward: Tensors of the forward run.
+        seen: Float scalar, 0, that depends on the forward's outputs and on what the backward pass of the plain model reads, see
+            `Watched.read_backward`; or None where the gradient is not asked for, or in eager mode.
         arrived: Callable that is called before the backward pass.
 
     Returns:
@@ -611,7 +623,6 @@ def _join(outputs, read_backward, arrived):
     if len(outputs) == 1:
         return []
     eager = tf.executing_eagerly()  # there everything happens in order, and nothing is merged
-    seen = None if eager else zero_after([*outputs[1:], *read_backward])
 
     @tf.custom_gradient
     def join(token, *outputs):

@@ -76,13 +76,37 @@ def tie(tensor, token, name=None):
 
 def _elements(tensors):
     """Returns the first elements of tensors as one vector."""
-    return tf.concat([tf.cast(tf.abs(tf.reshape(x, [-1])[:1]), tf.float32) for x in tensors], 0)
+    flat, begin, end = tf.constant([-1]), tf.constant([0]), tf.constant([1])  # shared: a slice of its own makes three more
+
+    def first(x):
+        return tf.raw_ops.StridedSlice(input=tf.reshape(x, flat), begin=begin, end=end, strides=end)
+
+    return tf.concat([tf.cast(tf.abs(first(x)), tf.float32) for x in tensors], 0)
 
 
 def zero_after(tensors):
-    """Returns a float scalar that depends on all `tensors` and is 0 whatever they hold, NaN and nothing included."""
+    """Returns a float scalar that depends on all `tensors` and is 0 whatever they hold, NaN and nothing included.
+
+    The operations are no part of the function that is recomputed: see `is_bookkeeping`.
+    """
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    before = 0 if graph is None else len(graph.get_operations())
     largest = tf.reduce_max(tf.concat([_elements(tensors), [0.0]], 0))
-    return tf.where(tf.math.is_nan(largest), 0.0, tf.minimum(largest, 0.0))
+    zero = tf.where(tf.math.is_nan(largest), 0.0, tf.minimum(largest, 0.0))
+    if graph is not None:
+        for op in graph.get_operations()[before:]:
+            op._tf_ckpt_bookkeeping = True
+        zero._tf_ckpt_snapshot = True  # nor does the function take it from outside
+    return zero
+
+
+def is_bookkeeping(op):
+    """Returns whether a graph operation is one of `zero_after`.
+
+    A function around a segment must not take those for its own: it would read what they read for its own backward pass, and
+    so on, twice as much with each level.
+    """
+    return hasattr(op, "_tf_ckpt_bookkeeping")
 
 
 def keep(zero):
