@@ -168,7 +168,7 @@ class _Reminder:
     """Says that a plan ends: each of its methods when Keras does what its name says."""
 
     def __init__(self, name):
-        self._name, self._said = name, False
+        self._name, self._said, self._said_unfrozen = name, False, False
 
     def changed(self):
         if not self._said:
@@ -176,6 +176,16 @@ class _Reminder:
             warnings.warn(
                 f"The layers of model '{self._name}' were changed, or built again, so that its plan no longer applies: it runs "
                 "plain from now on. Call `tf_ckpt.apply` on it again.",
+                CheckpointWarning,
+                stacklevel=3,
+            )
+
+    def unfrozen(self):
+        if not self._said_unfrozen:
+            self._said_unfrozen = True
+            warnings.warn(
+                f"Weights of model '{self._name}' that were frozen when its plan was made are trainable now. What comes before "
+                "the plan's segments kept nothing then, and keeps all now. Training is right. Call `tf_ckpt.apply` again.",
                 CheckpointWarning,
                 stacklevel=3,
             )
