@@ -257,7 +257,7 @@ def graph_of(model):
 
 def _check_fits(stages, made, model):
     if tuple(stages.names) != made.layers:
-        raise CheckpointError(_difference(stages.names, made.layers))
+        raise CheckpointError(_difference(stages.names, made.layers, made.strategy))
     why = refusal(stages, made)
     if why:
         raise CheckpointError(
@@ -265,7 +265,10 @@ def _check_fits(stages, made, model):
         )
 
 
-def _difference(have, want):
+def _difference(have, want, strategy):
     pairs = itertools.zip_longest(have, want, fillvalue="nothing")
     number, (mine, theirs) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    return f"The plan was made for another model: its call {number} is '{theirs}', the model's is '{mine}'."
+    return (
+        "A plan fits models of the same calls only: `tf_ckpt.plan(model, ...)` makes one for this. "
+        f"Received: a plan of strategy {strategy!r}; its call {number} is '{theirs}', the model's is '{mine}'."
+    )
