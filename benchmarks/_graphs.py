@@ -33,6 +33,7 @@ def executed_operations(function):
     """
     eager = context.context()
     eager.enable_run_metadata()
+    eager.export_run_metadata()  # of what ran before
     try:
         function()
         executed = eager.export_run_metadata()

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 from cases import numbers
-from test_compare import everything, local_model
+from test_compare import everything
 
 import tf_ckpt
 from tf_ckpt import CheckpointError, batch_size, costs, graph, max_batch_size
@@ -169,39 +169,3 @@ def test_a_simulated_device_has_whole_mib(monkeypatch):
         max_batch_size(net(8, 2), 64 * MIB + 7, verbose=0)
     assert asked == [64 * MIB] * 2
     assert max_batch_size(net(8, 2), 64 * MIB + 7, verify=False).memory_bytes == 64 * MIB + 7
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"memory": "six"}, CheckpointError, "memory='six'"),
-        ({"memory": 0.5}, CheckpointError, "memory=0.5"),
-        ({"memory": None}, CheckpointError, "in bytes or as text such as '6GiB'. Received: memory=None"),
-        ({"memory": 2**20 - 1, "verify": True}, CheckpointError, "1 MiB of memory or more.*memory=1048575"),
-        ({"memory": [1]}, TypeError, r"memory=\[1\]"),
-        ({"strategy": "sqr"}, CheckpointError, "strategy='sqr'"),
-        ({"strategy": tf_ckpt.plan(net(8, 2), "full")}, TypeError, "a plan is for one batch size.{,200}$"),
-        ({"target": 0.5}, CheckpointError, "target=0.5"),
-        ({"most": 0}, CheckpointError, "most=0"),
-        ({"most": 2.5}, TypeError, "most=2.5"),
-        ({"verify": 1}, TypeError, "verify=1"),
-        ({"verbose": 7}, CheckpointError, "verbose=7"),
-        ({"optimizer": 3}, TypeError, "optimizer=3"),
-        ({"loss": "bogus"}, CheckpointError, "loss='bogus'"),
-        ({"jit_compile": "maybe"}, CheckpointError, "jit_compile='maybe'"),
-        ({"y": np.zeros((3, 2))}, CheckpointError, "x=None, y=array"),
-        ({"x": np.zeros((3, 64, 8))}, CheckpointError, "The loss 'mse' needs targets. Received: y=None"),
-        (
-            {"x": np.zeros((3, 5)), "y": np.zeros((3, 2))},
-            CheckpointError,
-            r"cannot take these data: [^.]*\. Received: x of shape",
-        ),
-        ({"model": local_model, "verify": True}, CheckpointError, r"Mine is defined in a function.*verify=False"),
-        ({"model": lambda: keras.Sequential([keras.Input((8,), batch_size=4), L.Dense(1)])}, CheckpointError, "no batch size"),
-        ({"model": lambda: 3}, TypeError, "model=3"),
-    ],
-)
-def test_bad_input_is_quoted(arguments, error, message):
-    arguments = {"model": lambda: net(8, 2), "memory": "8MiB", "verify": False, "verbose": 0, **arguments}
-    with pytest.raises(error, match=message):
-        max_batch_size(arguments.pop("model")(), **arguments)

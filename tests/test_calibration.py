@@ -126,23 +126,6 @@ def test_a_file_gives_the_same_table(tmp_path):
     assert (content["format"], content["version"]) == ("tf_ckpt.Calibration", 1)
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ("", r"Not a calibration: `Calibration.load` reads the JSON .*Received: path='.*wrong', which holds b''"),
-        ("[1]", r"has format='tf_ckpt.Calibration'. Received: path='.*wrong', which holds a list"),
-        ('{"format": "tf_ckpt.Plan", "version": 1}', r"which holds format='tf_ckpt.Plan'"),
-        ('{"format": "tf_ckpt.Calibration", "version": 7}', r"reads calibrations of version 1. .*version=7.*calibrate"),
-        ('{"format": "tf_ckpt.Calibration", "version": 1}', r"needs 'device'. Received: path=.*has \['format', 'version'\]"),
-    ],
-)
-def test_files_that_hold_no_calibration(tmp_path, data, message):
-    (tmp_path / "wrong").write_text(data)
-    for act in (Calibration.load, lambda path: tf_ckpt.plan(net(), device=path)):
-        with pytest.raises(CheckpointError, match=message):
-            act(tmp_path / "wrong")
-
-
 @pytest.mark.parametrize(("key", "value"), [("device", 3), ("dtype", None), ("matmul", [[1]]), ("memory", [])])
 def test_files_with_a_wrong_value(tmp_path, key, value):
     EVEN.save(tmp_path / "x.json")
@@ -160,19 +143,6 @@ def test_paths_of_a_wrong_type(path):
 
 
 # --- `device=` --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", [3, True, b"device.json", {"matmul": 1}, Calibration])
-def test_devices_of_a_wrong_type(device):
-    for act in (tf_ckpt.plan, tf_ckpt.apply):
-        with pytest.raises(TypeError, match=r"`device` must be a `Calibration` .*or the path .*Received: device="):
-            act(net(), device=device)
-
-
-@pytest.mark.parametrize("device", ["GPU:0", "", "."])
-def test_devices_that_are_no_file(device):
-    with pytest.raises(CheckpointError, match=rf"calibrate\('device.json'\) measures .*Received: device='{device}'"):
-        tf_ckpt.plan(net(), device=device)
 
 
 def test_a_plan_that_is_made_takes_no_device():
@@ -349,26 +319,6 @@ def test_the_present_device(tmp_path, dtype):
     plan = tf_ckpt.plan(model, "budget", memory=0.7, batch_size=BATCH, device=found)
     assert plan.segments
     assert 0 < plan.overhead < 1
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"device": "TPU:0"}, CheckpointError, r"one of \[.*'CPU:0'.*\]. Received: device='TPU:0'"),
-        ({"device": "CPU:99"}, CheckpointError, r"Received: device='CPU:99'"),
-        ({"device": 3}, TypeError, r"one of \[.*\], or None. Received: device=3"),
-        ({"device": EVEN}, TypeError, r"`device` must be the name .*Received: device=Calibration"),
-        ({"dtype": "int32"}, CheckpointError, r"one of \('float32', .*Received: dtype='int32'"),
-        ({"dtype": 16}, TypeError, r"Received: dtype=16"),
-        ({"seconds": 0}, CheckpointError, r"positive and finite. Received: seconds=0"),
-        ({"seconds": math.nan}, CheckpointError, r"Received: seconds=nan"),
-        ({"seconds": "1"}, TypeError, r"`seconds` must be a number. Received: seconds='1'"),
-        ({"path": 3}, TypeError, r"`path` must be .*Received: path=3"),
-    ],
-)
-def test_wrong_arguments(options, error, message):
-    with pytest.raises(error, match=message):
-        tf_ckpt.calibrate(**options)
 
 
 @pytest.mark.parametrize(

@@ -353,55 +353,6 @@ def test_batches_of_a_pydataset():
     assert found.rows[0].losses == compare(model, x[:32], y[:32], [], 1, batch_size=16, verbose=0).rows[0].losses
 
 
-def local_model():
-    class Mine(L.Dense):
-        pass
-
-    return keras.Sequential([keras.Input((16,)), Mine(8), L.Dense(2)])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"strategies": ["sqr"]}, CheckpointError, "strategy='sqr'"),
-        ({"strategies": "sqrt"}, TypeError, "strategies='sqrt'"),
-        ({"strategies": [("sqrt", 3)]}, TypeError, r"\('sqrt', 3\)"),
-        ({"strategies": [("sqrt", {"batch_size": 3})]}, TypeError, "batch_size"),
-        ({"strategies": [("budget", {"memory": 1})]}, CheckpointError, "No plan fits"),
-        ({"steps": 0}, CheckpointError, "steps=0"),
-        ({"steps": 1.5}, TypeError, "steps=1.5"),
-        ({"batch_size": 999}, CheckpointError, "only 48 samples.*batch_size=999"),
-        ({"memory": "six"}, CheckpointError, "memory='six'"),
-        ({"memory": 0.5}, CheckpointError, "memory=0.5"),
-        ({"memory": "1GiB", "isolate": False}, CheckpointError, "isolate=False"),
-        ({"optimizer": 3}, (TypeError, ValueError), "3"),
-        ({"optimizer": "bogus"}, CheckpointError, "optimizer='bogus'"),
-        ({"loss": None}, CheckpointError, "is not compiled"),
-        ({"loss": "bogus"}, CheckpointError, "loss='bogus'"),
-        ({"loss": ["mse", 3]}, CheckpointError, r"loss=\['mse', 3\]"),
-        ({"jit_compile": "maybe"}, CheckpointError, "jit_compile='maybe'"),
-        ({"isolate": "yes"}, TypeError, "isolate='yes'"),
-        ({"memory": 2**20 - 1}, CheckpointError, "1 MiB of memory or more.*memory=1048575"),
-        ({"verbose": np.ones(2)}, CheckpointError, "verbose=array"),
-        ({"verbose": 7}, CheckpointError, "verbose=7"),
-        ({"x": iter([1])}, TypeError, "`x` must be arrays"),
-        ({"x": [[1.0] * 16] * 48}, TypeError, r"`x` must be arrays: `numpy.asarray`.{,200}$"),
-        ({"x": np.ones((48, 3))}, CheckpointError, r"cannot take these data.*x of shape \(32, 3\)"),
-        ({"x": tf.sparse.from_dense(np.eye(16))}, TypeError, "dense arrays. Received: a SparseTensor"),
-        ({"y": None}, CheckpointError, "The loss 'mse' needs targets. Received: y=None"),
-        ({"y": np.array([["a", "b"]] * 48)}, CheckpointError, "`y` must hold numbers. Received: y of dtype <U1"),
-        ({"y": np.zeros((3, 2))}, CheckpointError, "same number of samples"),
-        ({"model": local_model, "isolate": True}, CheckpointError, r"class local_model.<locals>.Mine is defined in a function"),
-        ({"model": lambda: L.Dense(2)}, TypeError, "must be a `keras.Model`"),
-    ],
-)
-def test_bad_input_is_quoted(arguments, error, message):
-    x, y = data()
-    arguments = {"model": net, "x": x, "y": y, "strategies": ["sqrt"], "loss": "mse", "steps": 1, "verbose": 0, **arguments}
-    with pytest.raises(error, match=message):
-        compare(arguments.pop("model")(), **arguments)
-
-
 def texts(made):
     """The boxes of all texts in a figure that are not empty."""
     import matplotlib.text

@@ -401,35 +401,6 @@ def test_it_is_not_dispatched_to_a_thread():
     assert MemoryLogger.async_safe is False
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"update_freq": "step"},
-        {"update_freq": 0},
-        {"update_freq": -3},
-        {"update_freq": True},
-        {"update_freq": 2.5},
-        {"update_freq": None},
-        {"reset": "no"},
-        {"profile_batches": -1},
-        {"profile_batches": True},
-        {"profile_batches": "all"},
-        {"profile_batches": 1.5},
-        {"log_dir": 3},
-        {"update_freq": np.array([1, 2])},
-        {"profile_batches": np.array([1, 2])},
-        {"verbose": np.array([1, 2])},
-        {"verbose": 2},
-        {"verbose": "loud"},
-    ],
-)
-def test_wrong_arguments_are_quoted(arguments):
-    ((name, value),) = arguments.items()
-    with pytest.raises(ValueError, match="Received") as error:
-        MemoryLogger(**arguments)
-    assert f"{name}={value!r}" in str(error.value)
-
-
 def test_worst_takes_both_figures_from_one_device():
     usage = {"GPU:0": Usage(4 * MIB, 5 * MIB), "GPU:1": Usage(1 * MIB, 6 * MIB)}
     assert readings.worst(usage, ["GPU:0", "GPU:1"]) == (6.0, 1.0)

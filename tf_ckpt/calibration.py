@@ -138,18 +138,24 @@ class Calibration:
 def _rows(kind, table):
     unit = "bytes" if kind == "memory" else "FLOPs"
     rows = table if isinstance(table, (list, tuple)) else ()
-    fits = bool(rows) and all(isinstance(row, (list, tuple)) and len(row) == 2 and all(map(_positive, row)) for row in rows)
+    fits = bool(rows) and all(isinstance(row, (list, tuple)) and len(row) == 2 and _sound(*row) for row in rows)
     if not fits or any(a[0] >= b[0] for a, b in itertools.pairwise(rows)):
         shown = repr(table)
         raise CheckpointError(
-            f"`{kind}` must be pairs ({unit}, seconds) of positive, finite numbers, sizes rising. "
+            f"`{kind}` must be pairs ({unit}, seconds) of positive numbers, sizes rising and at most {_MOST_WORK:g}, "
+            f"seconds from {_LEAST_SECONDS:g} to {_MOST_SECONDS:g}. "
             f"Received: {kind}={shown if len(shown) < 200 else shown[:200] + '...'}"
         )
     return tuple((float(size), float(seconds)) for size, seconds in rows)
 
 
-def _positive(value):
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < value < 1e300  # not NaN either
+# Beyond these no operation is measured, and sums and ratios of such figures would end in infinity or NaN.
+_MOST_WORK, _LEAST_SECONDS, _MOST_SECONDS = 1e18, 1e-12, 1e6
+
+
+def _sound(size, seconds):
+    plain = all(isinstance(x, numbers.Real) and not isinstance(x, bool) for x in (size, seconds))
+    return plain and 0 < size <= _MOST_WORK and _LEAST_SECONDS <= seconds <= _MOST_SECONDS  # not NaN either
 
 
 def of(device, strategy):

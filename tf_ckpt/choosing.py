@@ -102,7 +102,7 @@ def _said(item):
 def _names(found, candidates, what):
     if found:
         return {x.name for x in found}
-    names = sorted({x.layer.name if x.layer.name in x.name and not x.model else x.name for x in candidates})
+    names = sorted({x.name if x.model or not x.names[1].startswith(x.layer.name) else x.layer.name for x in candidates})
     near = difflib.get_close_matches(what.strip("'"), names, n=3, cutoff=0.4)
     hint = f" Near matches: {', '.join(near)}." if near else f" The model has: {', '.join(names[:20])}."
     raise CheckpointError(f"No layer of the model matches {what}.{hint}")

@@ -1,5 +1,6 @@
 """A model that runs by a plan: its nodes in pieces, plain or recomputed, segments within segments."""
 
+import contextlib
 import warnings
 
 from tf_ckpt import graph as keras_graph
@@ -15,9 +16,21 @@ def executing(level, stages, tree, reminder=None):
         level: The model's `graph.Level`.
         stages: Its `Stages`.
         tree: Tuple of `Range`s of stages.
-        reminder: See `graph.with_executor`.
+        reminder: See `graph.with_executor`. Its `unfrozen()` is called too, when weights are trainable that no plan had to
+            reckon with, since they were frozen, and what they make is in no segment.
     """
-    return _Builder(stages).model(level, tree, "", 0, reminder)
+    planned = {k for r in tree for k in range(r.start, r.stop)}
+    idle = [node for k, (node, none) in enumerate(zip(stages.nodes, stages.idle(), strict=True)) if none and k not in planned]
+    frozen = [v for node in idle for v in getattr(node.operation, "variables", ())]
+
+    variables = level.model.variables
+
+    def around():
+        if reminder is not None and any(v.trainable for v in frozen):
+            reminder.unfrozen()
+        return keras_graph.frozen_unwatched(variables)
+
+    return _Builder(stages).model(level, tree, "", 0, reminder, around)
 
 
 class _Plain:
@@ -117,15 +130,16 @@ class _Builder:
     def __init__(self, stages):
         self.stages = stages
 
-    def model(self, level, tree, prefix, first, reminder=None):
-        """Returns a copy of the level's model that runs `tree`. `first` is its first stage."""
+    def model(self, level, tree, prefix, first, reminder=None, around=contextlib.nullcontext):
+        """Returns a copy of the level's model that runs `tree` in a scope of `around()`. `first` is its first stage."""
         pieces = self.pieces(level.nodes, tree, prefix, first)
         _connect(pieces, level.outputs)
 
         def execute(inputs, operation_fn):
             values = dict(zip(level.inputs, inputs, strict=True))
-            for piece in pieces:
-                piece(operation_fn, values)
+            with around():
+                for piece in pieces:
+                    piece(operation_fn, values)
             return [values[x] for x in level.outputs]
 
         return keras_graph.with_executor(level.model, execute, reminder)

@@ -26,6 +26,8 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.tree import register_tree_node_class
 from keras.src.utils.tracking import TrackedDict, TrackedList, Tracker
 
+from tf_ckpt import tf_internals
+
 __all__ = ["Level", "Node", "StateScope", "Surroundings", "get_keras_mask", "read", "set_keras_mask"]
 
 
@@ -71,6 +73,14 @@ class Surroundings:
         finally:
             for name, value in before.items():
                 global_state.set_global_attribute(name, value)
+
+
+def frozen_unwatched(variables):
+    """A scope in which no gradient tape takes notice of those of the Keras variables that are not trainable now.
+
+    What is made of them alone is then not recorded: nothing is kept for a backward pass that leads nowhere.
+    """
+    return tf_internals.unwatched([v._value for v in variables if not v.trainable and v._value is not None])
 
 
 class StateScope(keras.StatelessScope):
@@ -628,7 +638,12 @@ def with_stand_ins(model, stand_ins):
             found = type(twin)._flatten_layers(twin, include_self=include_self, recursive=recursive)
             return found if include_self or recursive else [stand_ins.of(x) for x in found]  # which is `model.layers`
 
-        twin.__dict__["_flatten_layers"] = _ours(flatten)
+        @functools.wraps(type(twin).call)
+        def call(*args, **kwargs):
+            with frozen_unwatched(twin.variables):
+                return type(twin).call(twin, *args, **kwargs)
+
+        twin.__dict__["_flatten_layers"], twin.__dict__["call"] = _ours(flatten), _ours(call)
         flatten.executes = stand_ins.any
     for name, value in own_attributes(model).items():
         if getattr(value, "_tf_ckpt", False):

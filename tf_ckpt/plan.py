@@ -314,6 +314,8 @@ def _segments(chain, tree):
                 t.size for t in chain.crossing(r.stop) if t.producer >= r.start and any(r.stop <= s < end for s, _ in t.uses)
             )
             frees = _frees(chain, taken, r, begin, end)
+        if chain.all_idle(r.start, r.stop):  # as it is without recompute
+            keeps = frees = 0
         alone = [r._replace(inside=())]
         return Segment(
             layers=tuple(chain.names[r.start : r.stop]),

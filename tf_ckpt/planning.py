@@ -20,6 +20,7 @@ from tf_ckpt.strategies import budget, full, recursive, selective, sqrt
 from tf_ckpt.strategies.budget import curve_of, least
 from tf_ckpt.strategies.selective import by_cost
 from tf_ckpt.strategies.tree import Range, tree_of, walk
+from tf_ckpt.strategies.trim import without_idle
 
 STRATEGIES = ("sqrt", "selective", "full", "budget", "recursive", "none")
 _DEFAULT_BATCH = 32
@@ -72,19 +73,25 @@ def _named(chain, strategy, wanted, held, options):
     if strategy == "none":
         return []
     if strategy == "sqrt":
-        return sqrt(chain)
+        return without_idle(chain, tree_of(sqrt(chain)))
     if strategy == "full":
-        return full(chain)
+        return without_idle(chain, tree_of(full(chain)))
     if strategy == "recursive":
-        return recursive(chain, options.get("levels"))
+        return without_idle(chain, recursive(chain, options.get("levels")))
     if strategy == "budget":
         return _budget(chain, options.get("memory"), held)
     if wanted is None:
-        return by_cost(chain, options.get("target"))
+        return without_idle(chain, by_cost(chain, options.get("target")))
     ranges = selective(chain, wanted)
     if not ranges:
         raise CheckpointError(
             "None of the chosen layers can be recomputed: embeddings and `Recompute` layers never are. "
+            f"Received: layers={options['layers']!r}"
+        )
+    ranges = without_idle(chain, tree_of(ranges), most=math.inf)
+    if not ranges:
+        raise CheckpointError(
+            "The chosen layers keep nothing that recompute could free: no trainable weight comes before them or is in them. "
             f"Received: layers={options['layers']!r}"
         )
     return ranges
@@ -96,7 +103,8 @@ def _budget(chain, memory, held):
             f"The model has no layers behind its inputs: there is nothing to recompute. Received: memory={memory!r}"
         )
     most = memory_bytes(memory, held + allocated(chain, chain.peak([]))) - held
-    ranges = budget(chain, room(most, chain.largest)) if most > 0 else None
+    limit = room(most, chain.largest)
+    ranges = budget(chain, limit) if most > 0 else None
     if ranges is None:
         tree = least(chain)
         needed = held + in_use(chain.peak(tree), chain.largest, cautious=True)
@@ -108,7 +116,7 @@ def _budget(chain, memory, held):
             f"optimizer, at {added}, with what an allocator may lose. Give more memory, or a smaller batch size than "
             f"{chain.batch_size}. Received: memory={memory!r}, which is {given}"
         )
-    return ranges
+    return without_idle(chain, ranges, limit)
 
 
 def default_strategy(options):

@@ -89,10 +89,12 @@ class Stages:
 
         # A `tf.function` would keep the trace that is made here, side effects left out and all.
         hidden = [keras_graph.compiled_call(node.operation) for node in self.nodes]
+        idle = self.idle()
         costs = [
             by_size(node, batch_size) if compiled else cost_of(node, wanted)
             for node, compiled, wanted in zip(self.nodes, hidden, self._differentiated(), strict=True)
         ]
+        costs = [_kept_by_none(c) if none and not c.traced else c for c, none in zip(costs, idle, strict=True)]
         n, tensors = len(self.nodes), []
         for number, (spec, producer, uses) in self._tensors.items():
             spec = spec if spec is not None else next((self._input_spec(number, s) for s in uses), None)
@@ -154,19 +156,29 @@ class Stages:
             batch_size=batch_size,
             gradients_wait=gradients_wait,
             graph_mode=True,
+            idle=np.array(idle, bool),
             largest=max((c.largest for c in costs), default=0),
         )
         return chain if device is None else _timed(chain, costs, device)
 
     def _differentiated(self):
-        """Returns for each stage which of its inputs a gradient is asked for: those after the first trainable weight."""
+        """Returns for each stage which of its inputs a gradient is asked for: those after the first trainable weight.
+
+        A model without any, such as a network whose features make up another one's loss, has gradients of its inputs at most.
+        """
+        trained = [bool(keras_graph.trained_weights(node.operation)) for node in self.nodes]
         wanted = [[False] * len(node.inputs) for node in self.nodes]
         for _, producer, uses in self._tensors.values():  # in the order in which they are made
-            if producer >= 0 and (any(wanted[producer]) or keras_graph.trained_weights(self.nodes[producer].operation)):
+            if (trained[producer] or any(wanted[producer])) if producer >= 0 else not any(trained):
                 for stage, places in uses.items():
                     for position in places:
                         wanted[stage][position] = True
         return [tuple(x) for x in wanted]
+
+    def idle(self):
+        """Returns for each stage whether no gradient reaches it: no trainable weight comes before it or is in it."""
+        asked = zip(self._differentiated(), self.nodes, strict=True)
+        return [not any(wanted) and not keras_graph.trained_weights(node.operation) for wanted, node in asked]
 
     def _shared(self):
         """Returns the stages of each layer with trainable weights that is called more than twice."""
@@ -194,6 +206,13 @@ class Stages:
     def _input_spec(self, number, stage):
         node = self.nodes[stage]
         return node.specs[node.inputs[self._tensors[number][2][stage][0]]]
+
+
+def _kept_by_none(cost):
+    """Returns the costs, guessed by sizes, of a call that no gradient reaches."""
+    nothing = {"internal_bytes": 0, "pruned_flops": 0, "backward_flops": 0, "pruned_work": (), "backward_work": ()}
+    reads = {"reads_inputs": (False,) * len(cost.reads_inputs), "reads_outputs": (False,) * len(cost.reads_outputs)}
+    return dataclasses.replace(cost, **nothing, **reads)
 
 
 def reason_to_stay_plain(operation):

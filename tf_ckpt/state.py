@@ -8,7 +8,9 @@ that the re-run, which comes after the variables have moved on, reads the same. 
   two, and keep every dropout mask alive from forward to backward;
 - weights: the re-run reads the live variable, so that nothing is copied, as long as nothing can have written it since;
 - weights that were or may have been written since (by the layer itself, as SpectralNormalization does, or by an
-  optimizer): the snapshot's value with the live variable's gradient.
+  optimizer): the snapshot's value with the live variable's gradient;
+- frozen weights: Keras' `trainable` is not TensorFlow's, so that a tape would watch them all the same. Unwatched, nothing
+  before the first trainable weight is kept or run again, and no gradient of a frozen weight is computed anywhere.
 """
 
 import contextlib
@@ -120,11 +122,13 @@ class _Seen:
     def __init__(self, variable, value, from_outside):
         self.variable, self.value, self.from_outside = variable, value, from_outside
         self.raw = keras_graph.raw_variable(variable)
-        self.weight = bool(self.raw.trainable) and (value.dtype.is_floating or value.dtype.is_complex)
+        self.weight = tf_internals.is_weight(self.raw) and (value.dtype.is_floating or value.dtype.is_complex)
+        self.frozen = self.weight and not variable.trainable
+        self.weight &= not self.frozen
         self.writers = None
 
     def count_writers(self):
-        if self.weight and not self.from_outside and not hasattr(self.value, "numpy"):
+        if (self.weight or self.frozen) and not self.from_outside and not hasattr(self.value, "numpy"):
             self.writers = tf_internals.writers(self.value)
 
     def untouched(self):
@@ -181,7 +185,8 @@ class Record:
             if id(variable) not in self.seen:
                 outside = keras_graph.value_outside(scope, variable)
                 with self._home():
-                    value = tf.convert_to_tensor(raw)  # also with a value from outside: it marks the variable as used
+                    # Also with a value from outside: it marks the variable as used, unless that is frozen.
+                    value = tf.convert_to_tensor(raw) if variable.trainable else tf_internals.read_unseen(raw)
                     value._tf_ckpt_snapshot = True
                     from_outside = tf.is_tensor(outside) and not isinstance(outside, tf.Variable)
                     if from_outside:
@@ -248,6 +253,11 @@ class Record:
                 if number not in self.updates and seen.untouched():
                     return None if token is None else live(seen)
                 return weight(seen, seen.value)
+            if seen.frozen and token is not None and number not in self.updates and seen.untouched():
+                # Read anew, since what is made of the forward's value, such as a cast, would be kept for the re-run.
+                value = tf_internals.read_unseen(seen.raw)
+                value._tf_ckpt_live = True
+                return value
             if number in self.updates or not seen.value.dtype.is_floating:
                 if number not in tied:
                     with home():

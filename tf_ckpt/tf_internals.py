@@ -7,7 +7,7 @@ A new TensorFlow breaks this file or none. What is here:
 - a gradient registry that lets traced graphs go;
 - a watcher of the operations that a piece of Python runs, in eager and in graph mode, and one of the tapes it opens;
 - whether a thread is a replica's;
-- whether a variable may have been written since it was read;
+- whether a variable may have been written since it was read, and a way to read one that no tape sees;
 - the graphs of the functions that an operation calls;
 - the switch of a graph optimiser that depends on the memory that a step needs;
 - the formats that profiles are written in, and whether a profiler is running;
@@ -292,6 +292,40 @@ def writers(read):
             else:
                 count += 1
     return count
+
+
+def read_unseen(raw_variable):
+    """Returns the value of a `tf.Variable` without letting any gradient tape know that it was read."""
+    try:
+        handle = raw_variable.handle
+    except (AttributeError, ValueError):  # a distributed variable outside of a replica
+        return tf.convert_to_tensor(raw_variable)
+    value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=raw_variable.dtype)
+    value.set_shape(raw_variable.shape)
+    return value
+
+
+@contextlib.contextmanager
+def unwatched(variables):
+    """A scope in which no gradient tape takes notice of `tf.Variable`s that are read.
+
+    Keras' `trainable` is not TensorFlow's, which is settled when a variable is made: a tape follows what Keras froze later.
+    """
+    parts = [part for variable in variables for part in getattr(variable, "_values", (variable,))]  # of each replica
+    watched = [part for part in parts if getattr(part, "_trainable", False)]
+    for part in watched:
+        part._trainable, part._tf_ckpt_unwatched = False, True
+    try:
+        yield
+    finally:
+        for part in watched:
+            part._trainable, part._tf_ckpt_unwatched = True, False
+
+
+def is_weight(raw_variable):
+    """Returns whether a `tf.Variable` is trainable, `unwatched` or not."""
+    parts = getattr(raw_variable, "_values", (raw_variable,))
+    return bool(raw_variable.trainable) or any(getattr(part, "_tf_ckpt_unwatched", False) for part in parts)
 
 
 def has_gradient(op_type):

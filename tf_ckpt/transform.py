@@ -168,7 +168,7 @@ class _Reminder:
     """Says that a plan ends: each of its methods when Keras does what its name says."""
 
     def __init__(self, name):
-        self._name, self._said = name, False
+        self._name, self._said, self._said_unfrozen = name, False, False
 
     def changed(self):
         if not self._said:
@@ -176,6 +176,16 @@ class _Reminder:
             warnings.warn(
                 f"The layers of model '{self._name}' were changed, or built again, so that its plan no longer applies: it runs "
                 "plain from now on. Call `tf_ckpt.apply` on it again.",
+                CheckpointWarning,
+                stacklevel=3,
+            )
+
+    def unfrozen(self):
+        if not self._said_unfrozen:
+            self._said_unfrozen = True
+            warnings.warn(
+                f"Weights of model '{self._name}' that were frozen when its plan was made are trainable now. What comes before "
+                "the plan's segments kept nothing then, and keeps all now. Training is right. Call `tf_ckpt.apply` again.",
                 CheckpointWarning,
                 stacklevel=3,
             )
@@ -247,7 +257,7 @@ def graph_of(model):
 
 def _check_fits(stages, made, model):
     if tuple(stages.names) != made.layers:
-        raise CheckpointError(_difference(stages.names, made.layers))
+        raise CheckpointError(_difference(stages.names, made.layers, made.strategy))
     why = refusal(stages, made)
     if why:
         raise CheckpointError(
@@ -255,7 +265,10 @@ def _check_fits(stages, made, model):
         )
 
 
-def _difference(have, want):
+def _difference(have, want, strategy):
     pairs = itertools.zip_longest(have, want, fillvalue="nothing")
     number, (mine, theirs) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    return f"The plan was made for another model: its call {number} is '{theirs}', the model's is '{mine}'."
+    return (
+        "A plan fits models of the same calls only: `tf_ckpt.plan(model, ...)` makes one for this. "
+        f"Received: a plan of strategy {strategy!r}; its call {number} is '{theirs}', the model's is '{mine}'."
+    )

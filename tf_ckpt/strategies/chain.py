@@ -92,6 +92,8 @@ class Chain:
         open_sized: Names of the stages that make tensors with dimensions left open, the batch apart: 64 stands for each.
         unit: `"FLOPs"` or `"nanoseconds"`: not seconds, so that the numbers are far above 1, as FLOPs are.
         counted: The same chain in FLOPs, where the unit is another; else None.
+        idle: Stages that no gradient reaches, since no trainable weight comes before or in them; None for: none. They keep
+            nothing, and a segment of nothing else is never run again.
     """
 
     names: tuple
@@ -127,6 +129,7 @@ class Chain:
     largest: float = 0.0
     unit: str = "FLOPs"
     counted: "Chain | None" = None
+    idle: np.ndarray | None = None
 
     def __len__(self):
         return len(self.names)
@@ -150,6 +153,10 @@ class Chain:
             if t.producer >= 0:
                 made[t.producer].append(t)
         return made
+
+    def all_idle(self, start, stop):
+        """Returns True if no gradient reaches any of the stages `[start, stop)`."""
+        return self.idle is not None and bool(self.idle[start:stop].all())
 
     def made(self, stage):
         """The tensors that a stage makes."""

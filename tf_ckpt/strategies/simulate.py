@@ -84,6 +84,9 @@ class _Level:
         self.internal, self.kept = {}, {}
         self.last = self.lists.backward_last if loss else self.lists.backward_again
 
+    def _is_idle(self, r):
+        return self.lists.chain.all_idle(r.start, r.stop) and not r.inside
+
     def _first_read(self, tensor, home):
         """Returns the first stage at which the backward pass looks for a tensor of this run in memory, or None."""
         first, homes, start, stop = None, self.home, self.start, self.stop
@@ -92,7 +95,7 @@ class _Level:
                 first = s
         for s, _ in tensor.uses:  # the re-run of another segment
             other = homes.get(s)
-            if other is not None and other is not home and (first is None or s < first):
+            if other is not None and other is not home and not self._is_idle(other) and (first is None or s < first):
                 first = s
         return first
 
@@ -182,6 +185,10 @@ class _Level:
                 now = outer + total + x.upstream[k + 1] + extra + x.gradients[k + 1]
                 self.moments.append(("backward", k, now))
                 total -= self.internal.pop(k)
+            elif self._is_idle(r):  # nothing is run there, once more or backward
+                stages = [("re-run", s) for s in range(r.start, r.stop)]
+                stages += [("backward", s) for s in reversed(range(r.start, r.stop))]
+                self.moments += [(phase, s, outer + total) for phase, s in stages]
             else:
                 copied, used = self._copied(r)
                 inner = _Level(chain, r.start, r.stop, r.inside, self.moments)

@@ -1,6 +1,9 @@
 """Leaves out the segments of a tree without which the peak is no higher, or not above a bound."""
 
+import itertools
+
 from tf_ckpt.strategies import simulate
+from tf_ckpt.strategies.full import pieces
 from tf_ckpt.strategies.tree import Range
 
 
@@ -52,3 +55,45 @@ def _trimmed(chain, start, stop, tree, outer, peak):
         found.append(Range(r.start, r.stop, _trimmed(chain, r.start, r.stop, r.inside, beside, peak)))
         at, k = at + len(own), r.start
     return tuple(found[::-1])
+
+
+_IDLE_PRICE = 1.25  # of the peak, so as not to run again what no gradient reaches
+
+
+def without_idle(chain, tree, most=None):
+    """Returns a tree whose segments do not begin with stages that no gradient reaches: frozen ones, before trainable ones.
+
+    They keep nothing, so that a segment of nothing else frees nothing, and one that begins with some runs them again just to
+    take less along.
+
+    Args:
+        chain: A `Chain`.
+        tree: A tree of `Range`s.
+        most: Bytes that the peak must not exceed. Defaults to a quarter more than the tree's.
+
+    Returns:
+        A tree of `Range`s.
+    """
+    if chain.idle is None or not chain.idle.any():
+        return tree
+    tree = tuple(r for r in tree if not chain.all_idle(r.start, r.stop))
+    most = _IDLE_PRICE * chain.peak(tree) if most is None else most
+    for r in tree:
+        shorter = _busy(chain, r)
+        rest = tuple(sorted((*(x for x in tree if x is not r), *shorter), key=lambda x: (x.start, x.stop)))
+        if shorter != (r,) and chain.peak(rest) <= most:
+            tree = rest
+    return tree
+
+
+def _busy(chain, r):
+    """Returns what is left of a `Range` without idle stages at its begin: a tuple of none, one, or more where that is split."""
+    first = next(itertools.chain((k for k in range(r.start, r.stop) if not chain.all_idle(k, k + 1)), [r.stop]))
+    if first == r.start or r.part:
+        return (r,) if first == r.start else ()
+    if first == r.stop:
+        return ()
+    inside = tuple(x for inner in r.inside for x in _busy(chain, inner))
+    if chain.allowed(first, r.stop):
+        return inside if [(x.start, x.stop) for x in inside] == [(first, r.stop)] else (Range(first, r.stop, inside),)
+    return (r,) if r.inside else tuple(Range(*x) for x in pieces(chain, range(first, r.stop)))
