@@ -16,7 +16,7 @@ import contextlib
 import tensorflow as tf
 
 from tf_ckpt import graph as keras_graph
-from tf_ckpt import tf_internals
+from tf_ckpt import placing, tf_internals
 
 
 @tf.custom_gradient
@@ -35,8 +35,7 @@ def noted(tensor):
     @tf.custom_gradient
     def identity(tensor):
         def gradient(upstream):
-            graph = tf.compat.v1.get_default_graph()
-            graph._tf_ckpt_waits = [*getattr(graph, "_tf_ckpt_waits", ()), upstream]
+            _waits().append(upstream)
             return upstream
 
         return tf.identity(tensor), gradient
@@ -56,27 +55,40 @@ def idle(value):
 
 def take_weight_gradients():
     """Returns the gradients that were noted in the present graph since the last time."""
+    graph, waits = tf.compat.v1.get_default_graph(), _waits()
+    taken = [x for x in waits if getattr(x, "graph", None) is graph]
+    waits.clear()
+    return taken
+
+
+def _waits():
+    """Returns the list of the present graph, where replicas have one each: the one must not wait for the other."""
     graph = tf.compat.v1.get_default_graph()
-    waits, graph._tf_ckpt_waits = getattr(graph, "_tf_ckpt_waits", ()), ()
-    return [x for x in waits if getattr(x, "graph", None) is graph]
+    waits = graph._tf_ckpt_waits = getattr(graph, "_tf_ckpt_waits", {})
+    return waits.setdefault(tf_internals.replica_number(), [])
 
 
 def tie(tensor, token, name=None):
     """Makes `tensor` depend on `token`, a float scalar that is 0, without changing a bit of it; `name` is its full name."""
     if token is None or tensor.dtype in (tf.string, tf.resource, tf.variant):
         return tensor
-    if tensor.dtype == tf.bool:
-        return tf.logical_or(tensor, tf.cast(token, tf.bool))
-    token = tf.cast(token, tensor.dtype)
-    if name is None:
-        return tensor + token
-    with tf.compat.v1.name_scope(None):
-        return tf.add(tensor, token, name=name)
+    with placing.on_device_of(tensor):
+        if tensor.dtype == tf.bool:
+            return tf.logical_or(tensor, tf.cast(token, tf.bool))
+        token = tf.cast(token, tensor.dtype)
+        if name is None:
+            return tensor + token
+        with tf.compat.v1.name_scope(None):
+            return tf.add(tensor, token, name=name)
 
 
 def _elements(tensors):
     """Returns the first elements of tensors as one vector."""
-    return tf.concat([tf.cast(tf.abs(tf.reshape(x, [-1])[:1]), tf.float32) for x in tensors], 0)
+    found = []
+    for x in tensors:
+        with placing.on_device_of(x):  # one element is cheap to move, the tensor is not
+            found.append(tf.cast(tf.abs(tf.reshape(x, [-1])[:1]), tf.float32))
+    return tf.concat(found, 0)
 
 
 def zero_after(tensors):

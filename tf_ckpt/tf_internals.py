@@ -6,7 +6,8 @@ A new TensorFlow breaks this file or none. What is here:
 - what random operations without a seed go on with;
 - a gradient registry that lets traced graphs go;
 - a watcher of the operations that a piece of Python runs, in eager and in graph mode, and one of the tapes it opens;
-- whether a thread is a replica's;
+- whether a thread is a replica's, what replicas tell each other, and which operations of a graph are a replica's own;
+- the device that a `tf.device` asks for;
 - whether a variable may have been written since it was read;
 - the graphs of the functions that an operation calls;
 - the switch of a graph optimiser that depends on the memory that a step needs;
@@ -15,6 +16,7 @@ A new TensorFlow breaks this file or none. What is here:
 """
 
 import contextlib
+import functools
 import threading
 import weakref
 
@@ -90,7 +92,10 @@ class _Apart:
 
     def __init__(self, inputs):
         self.inputs = list(inputs)
-        self.outputs = [tf.identity(x, name=f"{x.op.name}/IdentityN") for x in inputs]
+        self.outputs = []
+        for x in inputs:
+            with tf.device(x.device or None):  # on which it stays, where one was asked for
+                self.outputs.append(tf.identity(x, name=f"{x.op.name}/IdentityN"))
 
     def get_attr(self, name):
         return [x.dtype.as_datatype_enum for x in self.inputs]
@@ -215,8 +220,11 @@ _watchers = []
 def watch_operations(callback):
     """Calls `callback(op_type, inputs, outputs, graph)` for each operation that is run or created in this scope."""
 
+    thread = threading.get_ident()  # replicas share their callbacks with the thread that starts them
+
     def on_operation(op_type, inputs, attrs, outputs, op_name=None, graph=None):
-        callback(op_type.decode() if isinstance(op_type, bytes) else op_type, inputs, outputs, graph)
+        if threading.get_ident() == thread:
+            callback(op_type.decode() if isinstance(op_type, bytes) else op_type, inputs, outputs, graph)
 
     # TensorFlow's own `add_op_callback` switches the callbacks of eager mode off for all threads as soon as one is done.
     with _watching:
@@ -264,6 +272,88 @@ def watch_tapes(callback):
 def in_replica_thread():
     """Returns True in a thread in which a distribution strategy calls one of its replicas."""
     return type(threading.current_thread()).__name__ == "_MirroredReplicaThread"
+
+
+def replica_number():
+    """Returns the number of the replica whose thread this is, or None."""
+    return threading.current_thread().replica_id if in_replica_thread() else None
+
+
+def hook_replicas(**functions):
+    """Has `function(context, original, *arguments)` called instead of a method of `tf.distribute.ReplicaContext`.
+
+    In the threads of replicas only. Done once; more calls do nothing.
+
+    Args:
+        **functions: A function for each name of a method.
+    """
+    kind = tf.distribute.ReplicaContext
+    for name, function in functions.items():
+        original = getattr(kind, name)
+        if not hasattr(original, "_tf_ckpt_replicas"):
+            setattr(kind, name, _hooked(original, function))
+
+
+def _hooked(original, function):
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        if in_replica_thread():
+            return function(self, original, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    method._tf_ckpt_replicas = True
+    return method
+
+
+_elsewhere = threading.local()
+
+
+@contextlib.contextmanager
+def elsewhere():
+    """A scope in which a replica waits for others: the operations that are made meanwhile are not its own.
+
+    Gives the `position` at its beginning.
+    """
+    begin = position()
+    _elsewhere.depth = getattr(_elsewhere, "depth", 0) + 1
+    try:
+        yield begin
+    finally:
+        _elsewhere.depth -= 1
+        if not tf.executing_eagerly():
+            ranges = _elsewhere.__dict__.setdefault("ranges", [])
+            ranges.append((tf.compat.v1.get_default_graph(), begin, position()))
+
+
+def is_elsewhere():
+    """Returns True within the scope of `elsewhere`."""
+    return getattr(_elsewhere, "depth", 0) > 0
+
+
+def position():
+    """Returns how many operations the present graph has, or 0 in eager mode."""
+    return 0 if tf.executing_eagerly() else len(tf.compat.v1.get_default_graph().get_operations())
+
+
+def own_operations(graph, begin):
+    """Returns pairs (position, operation) of what a graph has from position `begin` on, without what other replicas made."""
+    others = [(a, b) for where, a, b in getattr(_elsewhere, "ranges", ()) if where is graph and b > begin]
+    operations = graph.get_operations()
+    return [(i, operations[i]) for i in range(begin, len(operations)) if not any(a <= i < b for a, b in others)]
+
+
+def asked_device(tensor):
+    """Returns the name of the device that a `tf.device` around this asks for, or an empty string.
+
+    Args:
+        tensor: A tensor that was made here.
+    """
+    return (context.context().device_name or "") if tf.executing_eagerly() else tensor.device
+
+
+def set_device(op, device):
+    """Has a graph operation ask for a device, by name."""
+    op._set_device(device)
 
 
 def writers(read):
@@ -424,6 +514,18 @@ def is_compiled(op, name):
     function = op.graph._get_function(name)
     definition = getattr(function, "cached_definition", None)
     return definition is not None and definition.attr["_XlaMustCompile"].b
+
+
+@contextlib.contextmanager
+def scratch_graph(name):
+    """A scope whose operations go into a graph of their own, which it gives, outside of any distribution strategy.
+
+    In the scope of a strategy a replicated variable cannot be differentiated by, since it stands for several.
+    """
+    graph = tf.__internal__.FuncGraph(name)
+    with graph.as_default():
+        graph._distribution_strategy_stack = []  # put back at the end of the scope
+        yield graph
 
 
 def run_after(op, *before):
