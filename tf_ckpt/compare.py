@@ -13,6 +13,7 @@ from tf_ckpt.child import Package, check_verbose, simulated_bytes
 from tf_ckpt.comparison import Comparison, Row
 from tf_ckpt.errors import CheckpointError, quoted
 from tf_ckpt.memory import MIB
+from tf_ckpt.mirrors import can_move, share_of
 from tf_ckpt.plan import Plan
 from tf_ckpt.planning import make_plan
 from tf_ckpt.samples import batches_of, size_of, stated_batch
@@ -100,8 +101,7 @@ def compare(
     with snapshot.kept(snapshot.state_variables(model)):
         arguments = training_arguments(model, optimizer, loss, jit_compile)
         check_data(model, batches[0], arguments)
-        replicas = model.distribute_strategy.num_replicas_in_sync
-        share = -(-size_of(batches[0]) // replicas)
+        share = share_of(size_of(batches[0]), model)
         plans = {
             name: make_plan(level, model, strategy, batch_size=share, optimizer=arguments["optimizer"], **options)
             for name, (strategy, options) in _named(strategies).items()
@@ -109,7 +109,7 @@ def compare(
         probe = Trainee(model, plans[PLAIN], arguments, batches)  # knows what "auto" stands for
         if isolate is None:
             fragile = probe.model.jit_compile or not tf.config.get_visible_devices("GPU")
-            isolate = limit is not None or (fragile and replicas == 1 and device_bytes() is not None)
+            isolate = limit is not None or (fragile and can_move(model) and device_bytes() is not None)
         total = len(plans) * (_WARM_UP + steps)
         bar = keras.utils.Progbar(total, unit_name="step", verbose=0 if verbose == 0 else 1)
         arguments["jit_compile"] = probe.model.jit_compile
