@@ -209,7 +209,7 @@ def end(process):
 
 
 def compare(arguments):
-    """Starts all runs one after the other and prints what they took. Returns the exit status."""
+    """Starts all runs one after the other and prints what they took. Returns the exit status, 1 also where two differ."""
     console, failed = Console(), False
     table = Table(title=f"{arguments.steps} steps of {arguments.batch_size} samples, tf_ckpt strategy {arguments.strategy!r}")
     for heading in ("two", "run"):
@@ -224,8 +224,8 @@ def compare(arguments):
             results[name] = run_apart(arguments, kind, name)
             for row in rows_of(results[name]):
                 table.add_row(kind, name, *row)
-        failed |= any(isinstance(result, str) for result in results.values())
-        lines += verdict(kind, *results.values())
+        equal, said = verdict(kind, *results.values())
+        failed, lines = failed or not equal, lines + said
     console.print(table)
     for line in lines:
         console.print(line)
@@ -243,13 +243,13 @@ def rows_of(results):
 
 
 def verdict(kind, plain, checkpointed):
-    """What the two runs say together, as a list of lines."""
+    """What the two runs say together: whether they are equal, and a list of lines."""
     if isinstance(plain, str) or isinstance(checkpointed, str):
-        return []
+        return False, []
     pairs = list(zip(plain, checkpointed, strict=True))
     losses = [a == b for p, c in pairs for a, b in zip(p["losses"], c["losses"], strict=True)]
     equal = all(p["variables"] == c["variables"] for p, c in pairs)
-    return [
+    return equal and all(losses), [
         f"Two {kind}: losses bit-equal at {sum(losses) // len(pairs)} of {len(losses) // len(pairs)} steps; "
         f"weights, states and optimizer bit-equal after the last one: {'yes' if equal else 'no'}."
     ]

@@ -17,11 +17,13 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from cases import AddsLoss
 from helpers import assert_same, compare, step
 
 import tf_ckpt
+from tf_ckpt import mirrors
 
 L = keras.layers
 PROGRAMS = {}
@@ -282,8 +284,8 @@ def fitted(strategy, make, **arguments):
         return [np.array(history.history["loss"]), *values([*model.variables, *model.optimizer.variables])]
 
 
-@program
-def fit(mode):
+def compare_fits(mode, again, **ways):
+    """Compares `fit` of models with that of the plain one, and how often `Runs` runs again in each replica and step."""
     strategy, seen = mirrored(), Runs.seen
     told = Exchanges(strategy)
     arguments, steps = ({"run_eagerly": True}, 3) if mode == "eager" else ({}, 1)
@@ -291,23 +293,46 @@ def fit(mode):
         plain = fitted(strategy, model_of, **arguments)
     forward = seen.count(False)
     assert forward > 0
-    ways = {
-        "full": lambda: tf_ckpt.apply(model_of(), "full", batch_size=3),
-        "parts": lambda: tf_ckpt.apply(model_of(), parts, batch_size=3),
-        "Recompute": lambda: model_of(tf_ckpt.Recompute),
-    }
     for name, make in ways.items():
         with told.telling() as tells:
             assert_equal(plain, fitted(strategy, make, **arguments), f"{name}, {mode}")
         assert tells == plain_tells, (name, mode, tells, plain_tells)
         assert seen.count(False) == forward, (name, mode, seen)
-        assert seen.count(True) == (2 * steps if name == "full" else 0), (name, mode, seen)
+        assert seen.count(True) == 2 * again * steps, (name, mode, seen)
 
+
+@program
+def fit(mode):
+    compare_fits(mode, 1, full=lambda: tf_ckpt.apply(model_of(), "full", batch_size=3))
+
+
+@program
+def fit_parts(mode):
+    compare_fits(
+        mode,
+        0,
+        parts=lambda: tf_ckpt.apply(model_of(), parts, batch_size=3),
+        wrapped=lambda: model_of(tf_ckpt.Recompute),
+    )
+
+
+@program
+def plans(mode):
+    strategy = mirrored()
     # What is planned in the scope is what is planned outside of it.
     with strategy.scope():
         model = model_of()
         inside = tf_ckpt.plan(model, "full", batch_size=4)
     assert inside == tf_ckpt.plan(model, "full", batch_size=4)
+    with strategy.scope():
+        model.compile("sgd", "mse")
+    found = tf_ckpt.max_batch_size(model, 20_000, "full", verify=False)  # of each replica
+    share = found.plan.batch_size
+    assert found.batch_size == 2 * share > 2
+    peaks = [tf_ckpt.plan(model, "full", batch_size=size).peak_bytes for size in (share, share + 1)]
+    assert peaks[0] <= 20_000 < peaks[1], peaks
+    with pytest.raises(tf_ckpt.CheckpointError, match=r"at least 2, one sample for each of the 2 replicas.*most=1"):
+        tf_ckpt.max_batch_size(model, "1MiB", most=1)
 
 
 # --- devices ----------------------------------------------------------------------------------------------------------
@@ -468,6 +493,10 @@ def worker(mode):
     assert_equal(plain, ours, mode)
     assert plain_tells
     assert tells == plain_tells
+    with strategy.scope():
+        model = model_of()
+    with pytest.raises(tf_ckpt.CheckpointError, match=f"under {type(strategy).__name__}"):  # of `max_batch_size`, `compare`
+        mirrors.devices_of(model)
     print("losses", plain[0].tolist())
 
 

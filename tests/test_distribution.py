@@ -61,15 +61,31 @@ def free_ports(count):
 
 def test_two_devices():
     """In one process, since most of the time goes into starting it. The programs themselves say what they compare."""
-    run("graph", "exchanges", "fit", "devices")
+    run("graph", "exchanges", "fit", "plans", "devices")
 
 
 @pytest.mark.slow
-def test_two_devices_in_eager_mode():
-    run("eager", "exchanges", "fit")
+@pytest.mark.parametrize(("mode", "programs"), [("graph", ["fit_parts"]), ("eager", ["exchanges", "fit", "fit_parts"])])
+def test_two_devices_otherwise(mode, programs):
+    run(mode, *programs)
 
 
-@pytest.mark.parametrize("mode", ["graph", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_two_workers(mode):
     losses = [[line for line in x.splitlines() if line.startswith("losses")] for x in run(mode, "worker", workers=2)]
     assert losses[0] == losses[1] != []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["devices", "workers"])
+def test_example(kind):
+    command = [sys.executable, str(ROOT / "examples" / "fit_distributed.py"), "--kind", kind]
+    sizes = ["--blocks", "2", "--image-size", "8", "--batch-size", "8", "--steps", "2"]
+    done = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=2 * SECONDS)
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = " ".join(done.stdout.split())
+    assert (
+        f"Two {kind}: losses bit-equal at 2 of 2 steps; weights, states and optimizer bit-equal after the last one: yes."
+        in said
+    )

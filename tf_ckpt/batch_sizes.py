@@ -29,7 +29,7 @@ class Largest:
 
     Attributes:
         strategy: `"plain"`, or what the strategy is called.
-        batch_size: The largest over all replicas that trained, or without trials that was predicted; 0 if not even one sample fits.
+        batch_size: The largest over all replicas that trained, or without trials that was predicted; 0 if not one sample fits.
         predicted_batch_size: The largest that was predicted before any trial.
         predicted_peak_mib: The `peak_bytes` of the plan for `batch_size`, in MiB; None if that is 0.
         peak_mib: What was measured at `batch_size`, in MiB, or None.
