@@ -61,7 +61,7 @@ def free_ports(count):
 
 def test_two_devices():
     """In one process, since most of the time goes into starting it. The programs themselves say what they compare."""
-    run("graph", "exchanges", "fit", "plans", "devices")
+    run("graph", "exchanges", "apart", "fit", "plans", "devices")
 
 
 @pytest.mark.slow

@@ -637,7 +637,7 @@ def _join(outputs, read_backward, arrived):
             arrived()
             if eager:
                 return (tf.zeros([]), *upstream)
-            tf_internals.take_gradients_apart()
+            tf_internals.take_gradients_apart(upstream)
             placing.stay(upstream)
             return (zero_after([*upstream, *take_weight_gradients()]) + seen, *upstream)
 

@@ -90,29 +90,37 @@ def recorded(gradient, inputs):
 class _Apart:
     """What stands for an `IdentityN` operation that has been made one `Identity` for each of its tensors."""
 
+    node_def, name = tf.compat.v1.NodeDef(op="IdentityN"), ""  # for watchers
+
     def __init__(self, inputs):
         self.inputs = list(inputs)
         self.outputs = []
         for x in inputs:
-            with tf.device(x.device or None):  # on which it stays, where one was asked for
+            with tf.device(x.device) if x.device else contextlib.nullcontext():  # it stays there
                 self.outputs.append(tf.identity(x, name=f"{x.op.name}/IdentityN"))
 
     def get_attr(self, name):
         return [x.dtype.as_datatype_enum for x in self.inputs]
 
 
-def take_gradients_apart():
+def take_gradients_apart(upstream):
     """Makes what passes on the gradients of segments in the present graph one `Identity` for each of them, from now on.
+
+    The same for what replicas tell each other in and after the segment's re-run, which is tied to `upstream`.
 
     In graph mode a custom gradient passes everything through one `IdentityN`, so that each tensor waits for everything, until
     TensorFlow's graph optimiser takes it apart. Before that it drops the edge by which an update waits for a read of the
     variable, wherever another way leads from the read to the update: one through an `IdentityN`, which is gone later, so that
     the read may get what the update wrote. `tf.recompute_grad` passes its gradients through one, and so does an optimizer.
+
+    Args:
+        upstream: List of the gradients that a segment's backward pass starts from.
     """
     graph = tf.compat.v1.get_default_graph()
     if hasattr(graph, "_tf_ckpt_gradients_made"):
+        graph._tf_ckpt_gradients_made.update(x._id for x in upstream)
         return
-    made = graph._tf_ckpt_gradients_made = set()
+    made = graph._tf_ckpt_gradients_made = {x._id for x in upstream}
     original = type(graph)._create_op_internal
     reference = weakref.ref(graph)  # a graph that held itself would outlive its model
 
@@ -125,7 +133,7 @@ def take_gradients_apart():
                     apart = _Apart(inputs)
                 made.update(x._id for x in apart.outputs)
                 return apart
-            if "all_reduce.<locals>" in where and any(_descends(x, made) for x in inputs):
+            if ("all_reduce.<locals>" in where or "all_gather.<locals>" in where) and any(_descends(x, made) for x in inputs):
                 with record.stop_recording():
                     return _Apart(inputs)
         return original(graph, kind, inputs, *args, **kwargs)
