@@ -25,7 +25,7 @@ MIB = 2**20
 FIT = """
     import json, os, sys
     import keras, numpy as np, tensorflow as tf, tf_ckpt
-    children = []
+    children, replicas = [], int(sys.argv[3])
     for plan, batch in json.loads(sys.argv[2]):
         children.append(os.fork())
         if children[-1]:
@@ -33,12 +33,22 @@ FIT = """
         status = 1
         try:
             tf.config.threading.set_inter_op_parallelism_threads(1)
-            model = keras.models.load_model(sys.argv[1])
-            if plan:
-                optimizer, model = model.optimizer, tf_ckpt.apply(model, tf_ckpt.Plan.load(plan))
-                model.compile(optimizer, "mse")
-            batches = tf.zeros((batch, *model.input_shape[1:])), tf.zeros((batch, *model.output_shape[1:]))
-            model.fit(tf.data.Dataset.from_tensors(batches).repeat(3), shuffle=False, verbose=0)
+            strategy = tf.distribute.get_strategy()
+            if replicas > 1:
+                cpu = tf.config.list_physical_devices("CPU")[0]
+                tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * replicas)
+                strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+            with strategy.scope():
+                model = keras.models.load_model(sys.argv[1])
+                if plan:
+                    optimizer, model = model.optimizer, tf_ckpt.apply(model, tf_ckpt.Plan.load(plan))
+                    model.compile(optimizer, "mse")
+            x, y = tf.zeros((batch, *model.input_shape[1:])), tf.zeros((batch, *model.output_shape[1:]))
+            if replicas > 1:  # a strategy deals the samples of a batch out
+                data = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch)
+            else:
+                data = tf.data.Dataset.from_tensors((x, y))
+            model.fit(data.repeat(3), shuffle=False, verbose=0)
             status = 0
         except tf.errors.ResourceExhaustedError:
             status = 3
@@ -82,17 +92,62 @@ def test_the_largest_batch_trains_and_one_more_runs_out_of_memory(tmp_path, caps
         assert f"batch size {row.batch_size}: trained" in told
     model.save(tmp_path / "model.keras")
     found.plan.save(tmp_path / "plan.json")
-    sizes = found.plain_batch_size, found.batch_size
-    plan = str(tmp_path / "plan.json")
-    runs = [("", sizes[0]), ("", sizes[0] + 1), (plan, sizes[1]), (plan, sizes[1] + 1)]
-    environment = {
-        **os.environ,
-        "TF_CPU_BFC_MEM_LIMIT_IN_MB": "48",
-        "PYTHONPATH": os.pathsep.join([str(Path(tf_ckpt.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, "-c", textwrap.dedent(FIT), str(tmp_path / "model.keras"), json.dumps(runs)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.stdout.splitlines()[-1:] == ["[0, 3, 0, 3]"], done.stderr[-2000:]
+    assert fits(tmp_path, 48, found.plain_batch_size, found.batch_size) == [True, False, True, False]
+
+
+def fits(folder, memory, plain, ours, replicas=1):
+    """Returns whether the model and plan in a folder train on these batch sizes, and on one sample more for each replica."""
+    plan = str(folder / "plan.json")
+    runs = [("", plain), ("", plain + replicas), (plan, ours), (plan, ours + replicas)]
+    done = script(FIT, folder / "model.keras", json.dumps(runs), replicas, TF_CPU_BFC_MEM_LIMIT_IN_MB=str(memory))
+    statuses = json.loads(done.splitlines()[-1])
+    assert set(statuses) <= {0, 3}, statuses
+    return [status == 0 for status in statuses]
+
+
+def script(text, *arguments, **environment):
+    """Runs a script in a process of its own and returns what it prints."""
+    paths = [str(Path(tf_ckpt.__file__).parent.parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
+    command = [sys.executable, "-c", textwrap.dedent(text), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_two_replicas(tmp_path):
+    """Two logical devices of 24 MiB each. A sample more for each takes as much as two do on one device."""
+    printed = script(
+        """
+        import json, sys
+        import keras, tensorflow as tf, tf_ckpt
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+        tf.config.threading.set_inter_op_parallelism_threads(1)
+        from test_batch_size import net  # which sets the devices up
+        keras.utils.set_random_seed(1)
+        with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+            model = net(depth=3, length=256)
+            model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=False)
+        found = tf_ckpt.max_batch_size(model, memory="24MiB", strategy="full")
+        model.save(sys.argv[1] + "/model.keras")
+        found.plan.save(sys.argv[1] + "/plan.json")
+        print(json.dumps([found.to_dict(), [row.plan.batch_size for row in found.rows]]))
+        """,
+        tmp_path,
+    )
+    print(printed)
+    found, planned = json.loads(printed.splitlines()[-1])
+    assert found["batch_size"] > found["plain_batch_size"] > 2
+    assert found["memory_bytes"] == 24 * MIB
+    for row, share in zip(found["rows"], planned, strict=True):
+        tried = {trial["batch_size"]: trial["status"] for trial in row["trials"]}
+        assert row["batch_size"] == 2 * share
+        assert tried[row["batch_size"]] == "trained"
+        assert tried[row["batch_size"] + 2] == "out of memory"
+        assert row["peak_mib"] <= 24
+    assert fits(tmp_path, 48, found["plain_batch_size"], found["batch_size"], 2) == [True, False, True, False]
 
 
 def test_predictions_say_what_they_are():

@@ -8,6 +8,7 @@ from tf_ckpt.budgets import MARGIN, device_bytes, memory_bytes
 from tf_ckpt.child import Package, check_verbose, simulated_bytes
 from tf_ckpt.errors import CheckpointError, quoted
 from tf_ckpt.memory import MIB
+from tf_ckpt.mirrors import sharing
 from tf_ckpt.planning import make_plan
 from tf_ckpt.samples import batches_of, made_up, repeated, stated_batch
 from tf_ckpt.snapshot import kept, state_variables
@@ -45,6 +46,10 @@ def max_batch_size(
     What a device can hold differs a little from run to run where operations run in parallel, and from process to process with
     the order in which memory was taken: leave some room in practice.
 
+    For a model that a `tf.distribute.MirroredStrategy` replicates, batch sizes are those of `fit`, over all replicas, of which
+    each gets as many samples. `memory` is that of each device, and `plan`, as all plans, is for the samples that one gets.
+    Logical devices of a CPU share one allocator: simulated, it has as much for each, and what is measured is an equal share.
+
     Args:
         model: A built Functional or Sequential `keras.Model` that takes batches of any size. A model that is not compiled is
             trained with Adam on the mean squared error.
@@ -61,7 +66,7 @@ def max_batch_size(
         optimizer: A `keras.optimizers.Optimizer` or its name. Defaults to the one that the model is compiled with.
         loss: As `compile` takes it. Defaults to the one that the model is compiled with.
         jit_compile: As `compile` takes it. Defaults to what the model is compiled with.
-        most: Integer, the largest batch size that is tried.
+        most: Integer, the largest batch size that is tried, at least the number of replicas.
         verify: Whether to train. Without, the answer is a prediction, `verified` is False, and the table says so.
         verbose: `"auto"` or 1 to tell of each trial, 0 for silence.
 
@@ -86,7 +91,9 @@ def max_batch_size(
     if x is None and y is not None:
         raise CheckpointError(f"`y` holds the targets to `x`: give both, or none. Received: x=None, y={quoted(y)}")
     options = {"layers": layers, "target": target, "levels": levels}
-    simulated, limit = memory is not None, _limit(memory, verify)
+    # From here on, samples are those that one replica gets.
+    replicas, sharers = model.distribute_strategy.num_replicas_in_sync, sharing(model)
+    simulated, limit, most = memory is not None, _limit(memory, verify, sharers), most // replicas
     with kept(state_variables(model)):
         arguments = training_arguments(model, optimizer, loss, jit_compile, default_loss="mse")
         sample = made_up(model, arguments.get("loss")) if x is None else batches_of(x, y, None, 1)[0]
@@ -100,9 +107,12 @@ def max_batch_size(
         predicted = {name: prediction.largest(budget) for name, prediction in predictions.items()}  # before any trial
         with _package(model, arguments) if verify else contextlib.nullcontext() as package:
             for name, prediction in predictions.items():
-                trials = _Trials(package, prediction, sample, limit, simulated, verbose, name) if verify else None
-                rows.append(_largest(name, prediction, predicted[name], trials, limit, most))
-    return BatchSizes(rows=tuple(rows), memory_bytes=limit, verified=verify, most=most)
+                trials = None
+                if verify:
+                    device = limit if simulated else None
+                    trials = _Trials(package, prediction, sample, device, replicas, sharers, verbose, name)
+                rows.append(_largest(name, prediction, predicted[name], trials, limit, most, replicas))
+    return BatchSizes(rows=tuple(rows), memory_bytes=limit, verified=verify, most=most * replicas)
 
 
 class _Prediction:
@@ -148,39 +158,38 @@ class _Prediction:
 class _Trials:
     """Real steps in processes of their own, each batch size once."""
 
-    def __init__(self, package, prediction, sample, limit, simulated, verbose, name):
-        self._package, self._prediction, self._sample = package, prediction, sample
-        self._limit, self._simulated, self._verbose, self._name = limit, simulated, verbose, name
+    def __init__(self, package, prediction, sample, memory, replicas, sharers, verbose, name):
+        self._package, self._prediction, self._sample, self._memory = package, prediction, sample, memory
+        self._replicas, self._sharers, self._verbose, self._name = replicas, sharers, verbose, name
         self.done = []
 
     def __call__(self, batch):
-        """Returns the `Trial` of a batch size."""
-        plan = self._prediction.plan(batch)
+        """Returns the `Trial` of a batch size, of as many samples for each replica."""
+        plan, size = self._prediction.plan(batch), batch * self._replicas
         if plan is None:
-            trial = Trial(batch, NO_PLAN, None)
+            trial = Trial(size, NO_PLAN, None)
         else:
-            memory = self._limit if self._simulated else None
-            with self._package.start(plan, [repeated(self._sample, batch)], memory) as child:
+            with self._package.start(plan, [repeated(self._sample, size)], self._memory) as child:
                 outcome = child.turn(0, _STEPS)
-            trial = Trial(batch, outcome.status, outcome.peak and outcome.peak / MIB)
+            trial = Trial(size, outcome.status, outcome.peak and outcome.peak / self._sharers / MIB)
         self.done.append(trial)
         if self._verbose != 0:
             peak = "" if trial.peak_mib is None else f", peak {trial.peak_mib:,.1f} MiB"
-            print(f"{self._name}, batch size {batch}: {trial.status}{peak}")
+            print(f"{self._name}, batch size {size}: {trial.status}{peak}")
         return trial
 
 
-def _largest(name, prediction, predicted, trials, limit, most):
+def _largest(name, prediction, predicted, trials, limit, most, replicas):
     """Returns the `Largest` of one strategy, by trials unless they are None."""
     found = _search(prediction, trials, predicted, limit, most) if trials is not None else predicted
-    plan = prediction.plan(found) if found else None
+    plan, done = prediction.plan(found) if found else None, trials.done if trials is not None else ()
     return Largest(
         strategy=name,
-        batch_size=found,
-        predicted_batch_size=predicted,
+        batch_size=found * replicas,
+        predicted_batch_size=predicted * replicas,
         predicted_peak_mib=None if plan is None else plan.peak_bytes / MIB,
-        peak_mib=next((t.peak_mib for t in trials.done if t.batch_size == found), None) if trials is not None else None,
-        trials=tuple(trials.done) if trials is not None else (),
+        peak_mib=next((trial.peak_mib for trial in done if trial.batch_size == found * replicas), None),
+        trials=tuple(done),
         plan=plan,
     )
 
@@ -217,7 +226,7 @@ def _package(model, arguments):
         raise CheckpointError(f"{error} `max_batch_size(..., verify=False)` predicts without a trial.") from error
 
 
-def _limit(memory, verify):
+def _limit(memory, verify, sharers):
     if memory is not None:
         return simulated_bytes(memory) if verify or isinstance(memory, float) else memory_bytes(memory, 0)
     limit = device_bytes()
@@ -225,7 +234,7 @@ def _limit(memory, verify):
         raise CheckpointError(
             "No device reports how much memory it has: say it, in bytes or as text such as '6GiB'. Received: memory=None"
         )
-    return limit
+    return limit // sharers
 
 
 def _name(strategy):
@@ -241,8 +250,10 @@ def _check(model, strategy, most, verify, verbose):
         )
     if not isinstance(most, int) or isinstance(most, bool):
         raise TypeError(f"`most` must be an integer. Received: most={most!r}")
-    if most < 1:
-        raise CheckpointError(f"`most` must be at least 1. Received: most={most!r}")
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    if most < replicas:
+        each = "" if replicas == 1 else f", one sample for each of the {replicas} replicas of model '{model.name}'"
+        raise CheckpointError(f"`most` must be at least {replicas}{each}. Received: most={most!r}")
     if not isinstance(verify, bool):
         raise TypeError(f"`verify` must be True or False. Received: verify={verify!r}")
     check_verbose(verbose)

@@ -13,7 +13,7 @@ class Trial:
     """One batch size that was trained on.
 
     Attributes:
-        batch_size: Integer.
+        batch_size: Integer, over all replicas.
         status: `"trained"`, `"out of memory"`, or `"no plan fits"` where the strategy finds none, and nothing is trained.
         peak_mib: The most that the device held within the last step, in MiB (2**20 bytes), or None.
     """
@@ -29,12 +29,12 @@ class Largest:
 
     Attributes:
         strategy: `"plain"`, or what the strategy is called.
-        batch_size: The largest that trained, or without trials that was predicted; 0 if not even one sample fits.
+        batch_size: The largest over all replicas that trained, or without trials that was predicted; 0 if not one sample fits.
         predicted_batch_size: The largest that was predicted before any trial.
         predicted_peak_mib: The `peak_bytes` of the plan for `batch_size`, in MiB; None if that is 0.
         peak_mib: What was measured at `batch_size`, in MiB, or None.
         trials: Tuple of `Trial`, in the order in which they were made.
-        plan: The `Plan` for `batch_size`, or None if that is 0.
+        plan: The `Plan` for `batch_size`, or for the part of it that each replica gets; None if that is 0.
     """
 
     strategy: str
@@ -52,7 +52,7 @@ class BatchSizes:
 
     Attributes:
         rows: Tuple of `Largest`, the plain model first.
-        memory_bytes: Bytes that there are.
+        memory_bytes: Bytes that each device has.
         verified: Whether real steps proved the batch sizes. If not, they are predictions.
         most: The largest batch size that was tried.
     """

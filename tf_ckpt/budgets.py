@@ -101,7 +101,7 @@ def optimizer_bytes(model, optimizer=None):
 def gradients_wait(model, optimizer=None):
     """Returns whether an optimizer holds all gradients of a step before it updates the first weight.
 
-    Most update each weight when its gradient is there, which is let go then.
+    Most update each weight when its gradient is there, which is let go then. Replicas sum up all of them first.
 
     Args:
         model: A `keras.Model`.
@@ -110,7 +110,10 @@ def gradients_wait(model, optimizer=None):
     optimizer = _optimizer(model, optimizer)
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)  # it looks for infinities first
     named = (getattr(optimizer, name, None) for name in ("global_clipnorm", "gradient_accumulation_steps"))
-    return scales or any(named) or getattr(getattr(model, "dtype_policy", None), "name", "") == "mixed_float16"
+    replicated = getattr(model, "distribute_strategy", None) and model.distribute_strategy.num_replicas_in_sync > 1
+    return (
+        bool(replicated) or scales or any(named) or getattr(getattr(model, "dtype_policy", None), "name", "") == "mixed_float16"
+    )
 
 
 def _optimizer(model, optimizer):

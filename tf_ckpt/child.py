@@ -22,6 +22,7 @@ from tf_ckpt.budgets import memory_bytes
 from tf_ckpt.errors import CheckpointError, first_line
 from tf_ckpt.graph import sublayers
 from tf_ckpt.memory import MIB
+from tf_ckpt.mirrors import devices_of, logical_devices
 from tf_ckpt.trainee import OUT_OF_MEMORY, Outcome
 from tf_ckpt.transform import remove
 
@@ -37,18 +38,16 @@ class Package:
         arguments: What to compile with: see `trainee.training_arguments`.
 
     Raises:
-        CheckpointError: If the model is replicated, or another process could not load it.
+        CheckpointError: If another process could not load the model, or not replicate it.
     """
 
     def __init__(self, model, arguments):
-        if model.distribute_strategy.num_replicas_in_sync > 1:
-            raise CheckpointError(
-                "A process of its own trains on one device, but this model is replicated. Received: model "
-                f"'{model.name}' under {type(model.distribute_strategy).__name__}"
-            )
+        devices = devices_of(model)
         plain = remove(model)
         content = {
             "classes": _classes(plain),
+            "devices": devices,
+            "logical": logical_devices(),
             "arguments": {k: v for k, v in arguments.items() if k != "optimizer"},
             "optimizer": keras.saving.serialize_keras_object(arguments["optimizer"]),
             "slots": snapshot.read(arguments["optimizer"].variables),
@@ -84,7 +83,7 @@ class Package:
         Args:
             plan: A `Plan`.
             batches: See `trainee.Trainee`.
-            memory: Bytes of the device; None for what it has.
+            memory: Bytes of each device; None for what it has.
         """
         self._tasks += 1
         task = f"task{self._tasks}.pickle"

@@ -10,9 +10,8 @@ import warnings
 import keras
 import tensorflow as tf
 
-from tf_ckpt import snapshot
+from tf_ckpt import mirrors, snapshot
 from tf_ckpt.child import MARK
-from tf_ckpt.memory import MIB
 from tf_ckpt.trainee import OUT_OF_MEMORY, Outcome, Trainee
 
 
@@ -90,11 +89,7 @@ def load(folder, task):
     intra, inter = content["threads"]
     tf.config.threading.set_intra_op_parallelism_threads(intra)
     tf.config.threading.set_inter_op_parallelism_threads(inter)
-    if task["memory"] is not None:
-        os.environ["TF_CPU_BFC_MEM_LIMIT_IN_MB"] = str(int(task["memory"] // MIB))  # read when the device is set up
-        limit = [tf.config.LogicalDeviceConfiguration(memory_limit=int(task["memory"] // MIB))]
-        for gpu in tf.config.list_physical_devices("GPU"):
-            tf.config.set_logical_device_configuration(gpu, limit)
+    mirrors.set_up(content["devices"], content["logical"], task["memory"])
     keras.utils.set_random_seed(0)  # of what draws without a seed of its own
     objects = {}
     for module, name in content["classes"]:
@@ -102,11 +97,11 @@ def load(folder, task):
         for part in name.split("."):
             kind = getattr(kind, part)
         objects[kind.__name__] = kind
-    with keras.saving.custom_object_scope(objects):
+    with keras.saving.custom_object_scope(objects), mirrors.strategy_on(content["devices"]).scope():
         # Lambdas are let in: the file is the parent's own, and it runs them anyway.
         model = keras.models.load_model(os.path.join(folder, "model.keras"), compile=False, safe_mode=False)
         optimizer = keras.saving.deserialize_keras_object(content["optimizer"])
-    optimizer.build(model.trainable_variables)
+        optimizer.build(model.trainable_variables)
     snapshot.write(snapshot.model_variables(model), content["state"])
     snapshot.write(optimizer.variables, content["slots"])
     return Trainee(model, task["plan"], {**content["arguments"], "optimizer": optimizer}, task["batches"])

@@ -13,6 +13,7 @@ from tf_ckpt.child import Package, check_verbose, simulated_bytes
 from tf_ckpt.comparison import Comparison, Row
 from tf_ckpt.errors import CheckpointError, quoted
 from tf_ckpt.memory import MIB
+from tf_ckpt.mirrors import can_move, share_of, sharing
 from tf_ckpt.plan import Plan
 from tf_ckpt.planning import make_plan
 from tf_ckpt.samples import batches_of, size_of, stated_batch
@@ -52,6 +53,9 @@ def compare(
     memory is limited. Elsewhere a step that fails is an error that leaves all buffers as they are, and each turn starts from
     copies in the host's memory. On a GPU the processes do not take turns step by step, since together they would not find the
     memory, and there must be some left for them: `TF_FORCE_GPU_ALLOW_GROWTH=true` in the environment of this process.
+
+    Under a `tf.distribute.MirroredStrategy` memory is that of each device. Logical devices of a CPU share one allocator: what
+    is measured is an equal share of it, beside what is predicted for the samples that one replica gets.
 
     Args:
         model: A built Functional or Sequential `keras.Model`, compiled unless `loss` is given. It may be replicated by a
@@ -100,8 +104,7 @@ def compare(
     with snapshot.kept(snapshot.state_variables(model)):
         arguments = training_arguments(model, optimizer, loss, jit_compile)
         check_data(model, batches[0], arguments)
-        replicas = model.distribute_strategy.num_replicas_in_sync
-        share = -(-size_of(batches[0]) // replicas)
+        share = share_of(size_of(batches[0]), model)
         plans = {
             name: make_plan(level, model, strategy, batch_size=share, optimizer=arguments["optimizer"], **options)
             for name, (strategy, options) in _named(strategies).items()
@@ -109,7 +112,7 @@ def compare(
         probe = Trainee(model, plans[PLAIN], arguments, batches)  # knows what "auto" stands for
         if isolate is None:
             fragile = probe.model.jit_compile or not tf.config.get_visible_devices("GPU")
-            isolate = limit is not None or (fragile and replicas == 1 and device_bytes() is not None)
+            isolate = limit is not None or (fragile and can_move(model) and device_bytes() is not None)
         total = len(plans) * (_WARM_UP + steps)
         bar = keras.utils.Progbar(total, unit_name="step", verbose=0 if verbose == 0 else 1)
         arguments["jit_compile"] = probe.model.jit_compile
@@ -117,7 +120,7 @@ def compare(
             found, digests = _apart(model, plans, arguments, batches, steps, limit, bar)
         else:
             found, digests = _together(model, plans, arguments, batches, steps, bar)
-    rows = tuple(_row(name, plan, found, digests) for name, plan in plans.items())
+    rows = tuple(_row(name, plan, found, digests, sharing(model)) for name, plan in plans.items())
     measured = isolate or bool(device_memory.devices())
     return Comparison(
         rows=rows,
@@ -218,7 +221,7 @@ def _in_turns(names, count, turn, bar):
     return found
 
 
-def _row(name, plan, found, digests):
+def _row(name, plan, found, digests, sharers):
     mine, plain = found[name], found[PLAIN]
     measured = {
         "strategy": name,
@@ -235,8 +238,8 @@ def _row(name, plan, found, digests):
     ratios = [a.seconds / b.seconds for a, b in zip(timed, plain[_WARM_UP:], strict=True)] if compared else []
     return Row(
         **measured,
-        peak_mib=max(peaks) / MIB if peaks else None,
-        baseline_mib=min(outcome.baseline for outcome in timed) / MIB if peaks else None,
+        peak_mib=max(peaks) / sharers / MIB if peaks else None,
+        baseline_mib=min(outcome.baseline for outcome in timed) / sharers / MIB if peaks else None,
         step_time_ms=1000 * statistics.median(outcome.seconds for outcome in timed),
         overhead=statistics.median(ratios) - 1 if ratios else None,
         loss=losses[-1],

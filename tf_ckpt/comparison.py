@@ -16,7 +16,7 @@ class Row:
         predicted_peak_mib: The plan's `peak_bytes`, in MiB (2**20 bytes): weights, optimizer slots, activations, gradients.
         predicted_overhead: The plan's `overhead`: FLOPs of all re-runs, as a share of the plain step's.
         peak_mib: The most that the fullest device held within a step, in MiB: the allocator's own peak, so that whatever else
-            this process holds there is in it.
+            this process holds there is in it; an equal share of it where logical devices of a CPU share one.
         baseline_mib: What it held before the step, in MiB: the least of all steps.
         step_time_ms: Median wall-clock time of a step, in ms.
         overhead: What its step took longer than the plain one of the same round, as a share of it: the median of all rounds.

@@ -282,7 +282,6 @@ def by_size(node, batch_size):
 
 
 def _trace(node, batch_size, differentiated):
-    scratch = tf.__internal__.FuncGraph("tf_ckpt_costs")
     tf_internals.release_graphs()
     reasons, inside = [], []
     part_name, attribute = keras_graph.inner_part(node.operation)
@@ -302,7 +301,7 @@ def _trace(node, batch_size, differentiated):
     def on_tape():
         reasons.append(TAPE_INSIDE)
 
-    with scratch.as_default():
+    with tf_internals.scratch_graph("tf_ckpt_costs") as scratch:
         values = {}
         for x in node.inputs:
             spec = node.specs[x]

@@ -934,7 +934,8 @@ def _as_called(operation, function):
     scores = operation.__dict__[_SCORES]
 
     def call(*args, **kwargs):
-        with _part_lock:
+        # A replica may have to wait for others in here. They do not run meanwhile, and ask for the same.
+        with contextlib.nullcontext() if tf_internals.in_replica_thread() else _part_lock:
             own = operation.__dict__
             before, own[_SCORES] = own[_SCORES], scores
             try:
@@ -945,9 +946,53 @@ def _as_called(operation, function):
     return call
 
 
+class _Parts:
+    """Stands in the place of a layer's inner function while any thread has it replaced, and calls what its own thread has.
+
+    Nothing is locked while the layer is called: a replica that waits for others in there would keep them from going on.
+    """
+
+    def __init__(self, own, attribute, function):
+        self._own, self._attribute, self._function = own, attribute, function
+        self._before, self._users = own.get(attribute, self), 0
+        self._local = threading.local()
+
+    def present(self):
+        return (*getattr(self._local, "stack", ()), self._function)[0]
+
+    def __call__(self, *args, **kwargs):
+        return self.present()(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def replaced(self, replacement):
+        """A scope in which this thread calls `replacement`. The last one that is left puts the function back."""
+        before = getattr(self._local, "stack", ())
+        self._local.stack = (replacement, *before)
+        try:
+            yield
+        finally:
+            self._local.stack = before
+            with _part_lock:
+                self._users -= 1
+                if self._users == 0 and self._before is self:
+                    del self._own[self._attribute]
+                elif self._users == 0:
+                    self._own[self._attribute] = self._before
+
+    @classmethod
+    def of(cls, operation, attribute):
+        """Returns what stands in the place of the function, from now until it has been used."""
+        own = operation.__dict__
+        with _part_lock:
+            if not isinstance(own.get(attribute), cls):
+                own[attribute] = cls(own, attribute, getattr(operation, attribute))
+            own[attribute]._users += 1
+            return own[attribute]
+
+
 @contextlib.contextmanager
 def part_replaced(operation, attribute, make):
-    """Puts `make(function)` in the place of a layer's inner function while the layer is called, in this scope.
+    """Puts `make(function)` in the place of a layer's inner function while the layer is called, in this scope and thread.
 
     Args:
         operation: The layer.
@@ -957,25 +1002,15 @@ def part_replaced(operation, attribute, make):
     if not attribute:
         yield
         return
-    with _part_lock:  # two threads that replace the same function would put back each other's
-        own = operation.__dict__
-        before = own.get(attribute, _part_lock)
-        function = getattr(operation, attribute)
-        if _SCORES in own:
+    parts = _Parts.of(operation, attribute)
+    function = parts.present()
 
-            def replacement(*args, **kwargs):
-                return make(_as_called(operation, function))(*args, **kwargs)
+    def replacement(*args, **kwargs):
+        asked = _as_called(operation, function) if _SCORES in operation.__dict__ else function
+        return make(asked)(*args, **kwargs)
 
-            own[attribute] = replacement
-        else:
-            own[attribute] = make(function)
-        try:
-            yield
-        finally:
-            if before is _part_lock:
-                del own[attribute]
-            else:
-                own[attribute] = before
+    with parts.replaced(replacement):
+        yield
 
 
 # --- writing, cloning, exporting ------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ RANDOM = frozenset(
     ]
 )
 _OTHER_STATE = ("IteratorGetNext", "QueueDequeue", "ReaderRead", "LookupTableInsert", "LookupTableImport")
+_EXCHANGES = ("Collective", "Nccl", "Horovod")
 _GATHERS = frozenset(["GatherV2", "Gather", "ResourceGather"])
 TAPE_INSIDE = "takes a gradient inside (`tf.GradientTape`), which records nothing under recompute"
 _TRANSPARENT = frozenset(["Identity", "Cast", "ReadVariableOp"])
@@ -56,7 +57,15 @@ class RunPlain(Exception):
 
 
 class RunAgain(Exception):
-    """The forward run must be done once more: it created variables, or more is known about its inputs."""
+    """The forward run must be done once more: it created variables, or more is known about its inputs.
+
+    Args:
+        created: Whether it created variables, so that what it computed was made of values that they no longer have.
+    """
+
+    def __init__(self, created=False):
+        super().__init__()
+        self.created = created
 
 
 class Memo:
@@ -151,9 +160,10 @@ class Watched:
         self._home = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self.reads, self.tapes = {}, 0
         self._operations = []
-        self._found = None
+        self._found = self._exchanged = None
         self._made = {}
         self._outside = {}
+        self._links = []
 
     @contextlib.contextmanager
     def watching(self):
@@ -163,15 +173,44 @@ class Watched:
             yield
         if self._home is not None:
             # A graph's own list is complete; the calls of functions, for one, are not told to a watcher.
-            for op in self._home.get_operations()[before:]:
+            links = list(self._links)
+            for position, op in tf_internals.own_operations(self._home, before):
+                while links and links[0][0] <= position:
+                    self._operations.append(links.pop(0)[1])
                 if not is_bookkeeping(op):
                     self._note(op.type, op.inputs, op.outputs)
+            self._operations += [link for _, link in links]
 
     def _on_tape(self):
         self.tapes += 1
 
+    def link(self, op_type, taken, made, position):
+        """Notes what replicas told each other as an operation.
+
+        Args:
+            op_type: String.
+            taken: List of tensors that gradients go to.
+            made: List of tensors that gradients come from.
+            position: Of the graph, where it began.
+        """
+        link = op_type, [x._id for x in taken], [(x._id, _carries_gradient(x)) for x in made]
+        if self._home is None:
+            self._operations.append(link)
+        else:
+            self._links.append((position, link))
+
+    def blame(self, found):
+        """Notes what others found that cannot be run again.
+
+        Args:
+            found: List of texts and None.
+        """
+        self._found = self._found or next((x for x in found if x), None)
+
     def _on_operation(self, op_type, inputs, outputs, graph):
         # Nothing is raised here: Keras would wrap it in an error of the layer's call.
+        if tf_internals.is_elsewhere():
+            return
         if self._home is None:
             self._note(op_type, inputs, outputs)
         else:
@@ -179,6 +218,8 @@ class Watched:
 
     def _note(self, op_type, inputs, outputs):
         self._found = self._found or unrepeatable(op_type, tf_internals.calls_state(op_type, outputs))
+        if op_type.startswith(_EXCHANGES):
+            self._exchanged = op_type
         if op_type == "ReadVariableOp":
             self.reads.setdefault(inputs[0]._id, (inputs[0], outputs[0]))
         for tensor in inputs:
@@ -190,22 +231,38 @@ class Watched:
         self._operations.append((op_type, [x._id for x in inputs], made))
 
     def check(self, name):
-        """Raises `CheckpointError` if an operation cannot be run again."""
+        """Raises `CheckpointError` if an operation cannot be run again, `RunPlain` if it must not."""
         if self._found:
             raise CheckpointError(
                 f"'{name}' cannot be recomputed exactly: it {self._found}, or leave it out of recompute. "
                 f"Received: {name!r} under recompute"
             )
+        if self._exchanged:
+            raise RunPlain(
+                f"it talks to other replicas by TensorFlow's {self._exchanged}, which must not be done again. Use `all_reduce` "
+                "or `all_gather` of `tf.distribute.get_replica_context()`."
+            )
 
-    def captured(self, passed):
-        """Returns the float tensors that come from outside, not among `passed`, and no snapshots of an outer recompute."""
-        known = {x._id for x in passed}
+    def captured(self, passed, told):
+        """Returns the float tensors from outside that are not among `passed` or `told`, nor snapshots of an outer recompute.
+
+        Args:
+            passed: List of tensors.
+            told: Set of numbers.
+        """
+        known = {x._id for x in passed} | told
         outside = ((number, x) for number, x in self._outside.items() if number not in known)
         return [x for number, x in outside if not hasattr(x, "_tf_ckpt_snapshot")]
 
-    def escaped(self, reached, known):
-        """Returns the eager tensors among the numbers `reached` that are still alive and are not among `known`."""
-        known = {x._id for x in known} | {value._id for _, value in self.reads.values()}
+    def escaped(self, reached, known, passed):
+        """Returns the eager tensors among the numbers `reached` that are still alive, and not among `known` or `passed`.
+
+        Args:
+            reached: Collection of numbers.
+            known: List of tensors.
+            passed: Set of numbers.
+        """
+        known = {x._id for x in known} | {value._id for _, value in self.reads.values()} | passed
         alive = (self._made[number]() for number in reached if number in self._made and number not in known)
         return [x for x in alive if x is not None and _carries_gradient(x)]
 
@@ -305,8 +362,9 @@ class Readers:
 
     def backward(self):
         """Returns the operations of the backward pass, as far as it has been made, without re-runs inside of it."""
-        operations, inner = self._graph.get_operations(), [(a, b) for a, b in self._all if a >= self._end]
-        return [operations[i] for i in range(self._end, len(operations)) if not any(a <= i < b for a, b in inner)]
+        inner = [(a, b) for a, b in self._all if a >= self._end]
+        made = tf_internals.own_operations(self._graph, self._end)
+        return [op for i, op in made if not any(a <= i < b for a, b in inner)]
 
     def lone(self):
         """Returns the tensors that have several readers in the plain graph, and one here.

@@ -21,7 +21,7 @@ import warnings
 import tensorflow as tf
 
 from tf_ckpt import graph as keras_graph
-from tf_ckpt import inspection, memory, tf_internals
+from tf_ckpt import inspection, memory, placing, replicas, tf_internals
 from tf_ckpt.errors import CheckpointError, CheckpointWarning
 from tf_ckpt.ordering import in_order
 from tf_ckpt.state import Record, keep, take_weight_gradients, tie, zero_after
@@ -267,21 +267,28 @@ def run(fn, args, kwargs, name, memo=None, logits=True):
     if memo.plain(signature):
         return fn(*args, **kwargs)
     tf_internals.release_graphs()
+    replicas.hook()
+    mark, exchanges = replicas.mark(), None
     masks = [keras_graph.get_keras_mask(x) if _is_tensor(x) else None for x in leaves]
     for _ in range(4):
+        exchanges = replicas.Exchanges(name, exchanges)
         try:
             _check_place(fn)
-            return _Run(fn, args, kwargs, leaves, masks, name, memo, signature, logits)()
-        except inspection.RunAgain:
+            return _Run(fn, args, kwargs, leaves, masks, name, memo, signature, logits, exchanges)()
+        except inspection.RunAgain as found:
             _restore_masks(leaves, masks)
+            replicas.go_back(mark, forget=found.created)
+            exchanges = None if found.created else exchanges
         except inspection.RunPlain as found:
             _restore_masks(leaves, masks)
+            replicas.go_back(mark)
             if observer is None:
                 memo.set_plain(signature, found, name)
             else:
                 observer.runs_plain(name, str(found))
             break
-    return fn(*args, **kwargs)
+    with exchanges.forward() if exchanges else contextlib.nullcontext():
+        return fn(*args, **kwargs)
 
 
 def _restore_masks(leaves, masks):
@@ -304,7 +311,7 @@ def _check_place(fn):
 class _Run:
     """One call of a recomputed function: its forward run, and any number of re-runs."""
 
-    def __init__(self, fn, args, kwargs, leaves, masks, name, memo, signature, logits):
+    def __init__(self, fn, args, kwargs, leaves, masks, name, memo, signature, logits, exchanges):
         self.fn, self.name, self.memo, self.signature, self.logits = fn, name, memo, signature, logits
         self.structure, self.leaves, self.masks = (args, kwargs), leaves, masks
         # A tensor that comes twice is one argument: its gradients are then added up in the order of the plain function.
@@ -319,6 +326,8 @@ class _Run:
         self.lifted = [value for _, value in lifted]
         self.record = Record({number: i for i, (number, _) in enumerate(lifted)})
         self.watched = inspection.Watched()
+        self.exchanges = exchanges
+        self.device = ""
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         outer = getattr(_local, "rerun", None)
         self.begun = self.graph if outer is None else outer.begun  # where the outermost forward run was
@@ -336,9 +345,13 @@ class _Run:
             return self._body(token, *inputs)
 
         body.__name__ = _NAME.format(self.name)  # it stands in TensorFlow's own error
-        outputs = tf.recompute_grad(body)(tf.zeros([]), *inputs)
+        token = tf.zeros([])
+        self.device = tf_internals.asked_device(token)
+        outputs = tf.recompute_grad(body)(token, *inputs)
+        if not eager:
+            placing.stay(outputs)
         known = [*inputs, *self.record.values(), *(x for x in self.leaves if _is_tensor(x))]
-        for tensor in self.watched.captured(known):
+        for tensor in self.watched.captured(known, self.exchanges.told):
             if tf_internals.is_watched(tensor) or not (eager or not tf_internals.may_be_differentiated(tensor)):
                 raise inspection.RunPlain(
                     "it captures a tensor that gradients may flow through. Pass the tensor as an argument. "
@@ -366,11 +379,12 @@ class _Run:
     def _body(self, token, *inputs):
         if not self.done:
             return self._forward(inputs)
-        if self.place is None:
-            with _timed():
+        with placing.around(self.device):
+            if self.place is None:
+                with _timed():
+                    return self._rerun(token, inputs)
+            with self.place.rerun():
                 return self._rerun(token, inputs)
-        with self.place.rerun():
-            return self._rerun(token, inputs)
 
     def _call(self, inputs, token):
         """Calls the function with `inputs` in their places, and the rest as it came, tied to `token`."""
@@ -397,7 +411,8 @@ class _Run:
         created = keras_graph.uninitialized_variables()
         watched = self.watched
         try:
-            with _recomputing(0), _in_forward(True), watched.watching(), self.record.forward(lifted, inputs):
+            told = self.exchanges.forward(watched)
+            with _recomputing(0), _in_forward(True), watched.watching(), told, self.record.forward(lifted, inputs):
                 result = self._call(inputs, None)
         finally:
             if watched.tapes:  # nor can what came of it be trusted, an error included
@@ -409,7 +424,7 @@ class _Run:
                 ) from None
         if keras_graph.uninitialized_variables() > created:
             keras_graph.initialize_variables()
-            raise inspection.RunAgain
+            raise inspection.RunAgain(created=True)
         watched.check(self.name)
         flat = tf.nest.flatten(result, expand_composites=True)
         floats, behind = self._floats(flat)
@@ -420,7 +435,7 @@ class _Run:
         passive, self.reached = watched.judge(self.record.weights(), [*passed, *kept_back], outputs)
         if tf.executing_eagerly():
             known = [*outputs, *inputs, *self.record.values(), *self.record.new_values()]
-            for tensor in watched.escaped(self.reached, known):
+            for tensor in watched.escaped(self.reached, known, self.exchanges.passed):
                 raise inspection.RunPlain(
                     "a tensor that it makes leaves it otherwise than as a return value, so that its gradient would be "
                     f"lost. Return it. Received: {keras_graph.describe(tensor)}."
@@ -506,7 +521,8 @@ class _Run:
             originals = [self.leaves[places[0]] for places in self.places] + self.lifted
             inputs = _enter(inputs, originals, token, self.place, readers)
         lifted = inputs[len(self.places) :]
-        with _recomputing(1), _in_forward(False), self._inside(), self.record.rerun(lifted, token) as scope:
+        told = self.exchanges.rerun(token)
+        with _recomputing(1), _in_forward(False), self._inside(), told, self.record.rerun(lifted, token) as scope:
             result = self._call(inputs, token)
             made = scope.owned_losses()
         losses = [loss for _, loss in made]
@@ -632,9 +648,13 @@ def _join(outputs, seen, arrived):
             arrived()
             if eager:
                 return (tf.zeros([]), *upstream)
-            tf_internals.take_gradients_apart()
+            tf_internals.take_gradients_apart(upstream)
+            placing.stay(upstream)
             return (zero_after([*upstream, *take_weight_gradients()]) + seen, *upstream)
 
-        return [tf.identity(x) for x in outputs], gradient
+        return [placing.passed_on(x) for x in outputs], gradient
 
-    return join(*outputs)
+    joined = join(*outputs)
+    if not eager:
+        placing.stay(joined)
+    return joined

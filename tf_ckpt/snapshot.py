@@ -89,4 +89,7 @@ def kept(variables):
 
 
 def _parts(variable):
-    return tf.distribute.get_strategy().experimental_local_results(keras_graph.raw_variable(variable))
+    raw = keras_graph.raw_variable(variable)
+    # The strategy of the variable: outside of its scope another one is in force, for which it is a single value.
+    strategy = getattr(raw, "distribute_strategy", None) or tf.distribute.get_strategy()
+    return strategy.experimental_local_results(raw)

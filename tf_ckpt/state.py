@@ -18,7 +18,7 @@ import contextlib
 import tensorflow as tf
 
 from tf_ckpt import graph as keras_graph
-from tf_ckpt import tf_internals
+from tf_ckpt import placing, tf_internals
 
 
 @tf.custom_gradient
@@ -37,8 +37,7 @@ def noted(tensor):
     @tf.custom_gradient
     def identity(tensor):
         def gradient(upstream):
-            graph = tf.compat.v1.get_default_graph()
-            graph._tf_ckpt_waits = [*getattr(graph, "_tf_ckpt_waits", ()), upstream]
+            _waits().append(upstream)
             return upstream
 
         return tf.identity(tensor), gradient
@@ -48,42 +47,44 @@ def noted(tensor):
     return tensor
 
 
-def idle(value):
-    """Marks what is read of a variable for its gradient alone, so that it does not matter when it is read."""
-    if hasattr(value, "op"):
-        names = value.graph._tf_ckpt_idle = getattr(value.graph, "_tf_ckpt_idle", set())
-        names.add(value.op.name)
-    return value
-
-
 def take_weight_gradients():
     """Returns the gradients that were noted in the present graph since the last time."""
+    graph, waits = tf.compat.v1.get_default_graph(), _waits()
+    taken = [x for x in waits if getattr(x, "graph", None) is graph]
+    waits.clear()
+    return taken
+
+
+def _waits():
+    """Returns the list of the present graph, where replicas have one each: the one must not wait for the other."""
     graph = tf.compat.v1.get_default_graph()
-    waits, graph._tf_ckpt_waits = getattr(graph, "_tf_ckpt_waits", ()), ()
-    return [x for x in waits if getattr(x, "graph", None) is graph]
+    waits = graph._tf_ckpt_waits = getattr(graph, "_tf_ckpt_waits", {})
+    return waits.setdefault(tf_internals.replica_number(), [])
 
 
 def tie(tensor, token, name=None):
     """Makes `tensor` depend on `token`, a float scalar that is 0, without changing a bit of it; `name` is its full name."""
     if token is None or tensor.dtype in (tf.string, tf.resource, tf.variant):
         return tensor
-    if tensor.dtype == tf.bool:
-        return tf.logical_or(tensor, tf.cast(token, tf.bool))
-    token = tf.cast(token, tensor.dtype)
-    if name is None:
-        return tensor + token
-    with tf.compat.v1.name_scope(None):
-        return tf.add(tensor, token, name=name)
+    with placing.on_device_of(tensor):
+        if tensor.dtype == tf.bool:
+            return tf.logical_or(tensor, tf.cast(token, tf.bool))
+        token = tf.cast(token, tensor.dtype)
+        if name is None:
+            return tensor + token
+        with tf.compat.v1.name_scope(None):
+            return tf.add(tensor, token, name=name)
 
 
 def _elements(tensors):
     """Returns the first elements of tensors as one vector."""
     flat, begin, end = tf.constant([-1]), tf.constant([0]), tf.constant([1])  # shared: a slice of its own makes three more
-
-    def first(x):
-        return tf.raw_ops.StridedSlice(input=tf.reshape(x, flat), begin=begin, end=end, strides=end)
-
-    return tf.concat([tf.cast(tf.abs(first(x)), tf.float32) for x in tensors], 0)
+    found = []
+    for x in tensors:
+        with placing.on_device_of(x):  # one element is cheap to move, the tensor is not
+            first = tf.raw_ops.StridedSlice(input=tf.reshape(x, flat), begin=begin, end=end, strides=end)
+            found.append(tf.cast(tf.abs(first), tf.float32))
+    return tf.concat(found, 0)
 
 
 def zero_after(tensors):
@@ -189,8 +190,6 @@ class Record:
                     value = tf.convert_to_tensor(raw) if variable.trainable else tf_internals.read_unseen(raw)
                     value._tf_ckpt_snapshot = True
                     from_outside = tf.is_tensor(outside) and not isinstance(outside, tf.Variable)
-                    if from_outside:
-                        idle(value)
                     self.seen[id(variable)] = _Seen(variable, outside if from_outside else value, from_outside)
                     if from_outside and not self.seen[id(variable)].weight and keras_graph.is_state_scope(scope.original_scope):
                         outside._tf_ckpt_snapshot = True  # of an outer segment, so that segments inside may read it
@@ -233,10 +232,10 @@ class Record:
 
         def weight(seen, value):
             with home():  # it may be first read in a function inside, such as a grouped convolution's
-                return _value_of_first_gradient_to_second(value, live(seen, idle))
+                return _value_of_first_gradient_to_second(value, live(seen))
 
-        def live(seen, used=lambda value: value):
-            value = used(tf.convert_to_tensor(seen.raw))
+        def live(seen):
+            value = tf.convert_to_tensor(seen.raw)
             return value if token is None else noted(value)
 
         def read(variable):

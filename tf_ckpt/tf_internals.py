@@ -6,7 +6,8 @@ A new TensorFlow breaks this file or none. What is here:
 - what random operations without a seed go on with;
 - a gradient registry that lets traced graphs go;
 - a watcher of the operations that a piece of Python runs, in eager and in graph mode, and one of the tapes it opens;
-- whether a thread is a replica's;
+- whether a thread is a replica's, what replicas tell each other, and which operations of a graph are a replica's own;
+- the device that a `tf.device` asks for;
 - whether a variable may have been written since it was read, and a way to read one that no tape sees;
 - the graphs of the functions that an operation calls;
 - the switch of a graph optimiser that depends on the memory that a step needs;
@@ -15,6 +16,7 @@ A new TensorFlow breaks this file or none. What is here:
 """
 
 import contextlib
+import functools
 import threading
 import weakref
 
@@ -88,26 +90,37 @@ def recorded(gradient, inputs):
 class _Apart:
     """What stands for an `IdentityN` operation that has been made one `Identity` for each of its tensors."""
 
+    node_def, name = tf.compat.v1.NodeDef(op="IdentityN"), ""  # for watchers
+
     def __init__(self, inputs):
         self.inputs = list(inputs)
-        self.outputs = [tf.identity(x, name=f"{x.op.name}/IdentityN") for x in inputs]
+        self.outputs = []
+        for x in inputs:
+            with tf.device(x.device) if x.device else contextlib.nullcontext():  # it stays there
+                self.outputs.append(tf.identity(x, name=f"{x.op.name}/IdentityN"))
 
     def get_attr(self, name):
         return [x.dtype.as_datatype_enum for x in self.inputs]
 
 
-def take_gradients_apart():
+def take_gradients_apart(upstream):
     """Makes what passes on the gradients of segments in the present graph one `Identity` for each of them, from now on.
+
+    The same for what replicas tell each other in and after the segment's re-run, which is tied to `upstream`.
 
     In graph mode a custom gradient passes everything through one `IdentityN`, so that each tensor waits for everything, until
     TensorFlow's graph optimiser takes it apart. Before that it drops the edge by which an update waits for a read of the
     variable, wherever another way leads from the read to the update: one through an `IdentityN`, which is gone later, so that
     the read may get what the update wrote. `tf.recompute_grad` passes its gradients through one, and so does an optimizer.
+
+    Args:
+        upstream: List of the gradients that a segment's backward pass starts from.
     """
     graph = tf.compat.v1.get_default_graph()
     if hasattr(graph, "_tf_ckpt_gradients_made"):
+        graph._tf_ckpt_gradients_made.update(x._id for x in upstream)
         return
-    made = graph._tf_ckpt_gradients_made = set()
+    made = graph._tf_ckpt_gradients_made = {x._id for x in upstream}
     original = type(graph)._create_op_internal
     reference = weakref.ref(graph)  # a graph that held itself would outlive its model
 
@@ -120,7 +133,7 @@ def take_gradients_apart():
                     apart = _Apart(inputs)
                 made.update(x._id for x in apart.outputs)
                 return apart
-            if "all_reduce.<locals>" in where and any(_descends(x, made) for x in inputs):
+            if ("all_reduce.<locals>" in where or "all_gather.<locals>" in where) and any(_descends(x, made) for x in inputs):
                 with record.stop_recording():
                     return _Apart(inputs)
         return original(graph, kind, inputs, *args, **kwargs)
@@ -215,8 +228,11 @@ _watchers = []
 def watch_operations(callback):
     """Calls `callback(op_type, inputs, outputs, graph)` for each operation that is run or created in this scope."""
 
+    thread = threading.get_ident()  # replicas share their callbacks with the thread that starts them
+
     def on_operation(op_type, inputs, attrs, outputs, op_name=None, graph=None):
-        callback(op_type.decode() if isinstance(op_type, bytes) else op_type, inputs, outputs, graph)
+        if threading.get_ident() == thread:
+            callback(op_type.decode() if isinstance(op_type, bytes) else op_type, inputs, outputs, graph)
 
     # TensorFlow's own `add_op_callback` switches the callbacks of eager mode off for all threads as soon as one is done.
     with _watching:
@@ -264,6 +280,88 @@ def watch_tapes(callback):
 def in_replica_thread():
     """Returns True in a thread in which a distribution strategy calls one of its replicas."""
     return type(threading.current_thread()).__name__ == "_MirroredReplicaThread"
+
+
+def replica_number():
+    """Returns the number of the replica whose thread this is, or None."""
+    return threading.current_thread().replica_id if in_replica_thread() else None
+
+
+def hook_replicas(**functions):
+    """Has `function(context, original, *arguments)` called instead of a method of `tf.distribute.ReplicaContext`.
+
+    In the threads of replicas only. Done once; more calls do nothing.
+
+    Args:
+        **functions: A function for each name of a method.
+    """
+    kind = tf.distribute.ReplicaContext
+    for name, function in functions.items():
+        original = getattr(kind, name)
+        if not hasattr(original, "_tf_ckpt_replicas"):
+            setattr(kind, name, _hooked(original, function))
+
+
+def _hooked(original, function):
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        if in_replica_thread():
+            return function(self, original, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    method._tf_ckpt_replicas = True
+    return method
+
+
+_elsewhere = threading.local()
+
+
+@contextlib.contextmanager
+def elsewhere():
+    """A scope in which a replica waits for others: the operations that are made meanwhile are not its own.
+
+    Gives the `position` at its beginning.
+    """
+    begin = position()
+    _elsewhere.depth = getattr(_elsewhere, "depth", 0) + 1
+    try:
+        yield begin
+    finally:
+        _elsewhere.depth -= 1
+        if not tf.executing_eagerly():
+            ranges = _elsewhere.__dict__.setdefault("ranges", [])
+            ranges.append((tf.compat.v1.get_default_graph(), begin, position()))
+
+
+def is_elsewhere():
+    """Returns True within the scope of `elsewhere`."""
+    return getattr(_elsewhere, "depth", 0) > 0
+
+
+def position():
+    """Returns how many operations the present graph has, or 0 in eager mode."""
+    return 0 if tf.executing_eagerly() else len(tf.compat.v1.get_default_graph().get_operations())
+
+
+def own_operations(graph, begin):
+    """Returns pairs (position, operation) of what a graph has from position `begin` on, without what other replicas made."""
+    others = [(a, b) for where, a, b in getattr(_elsewhere, "ranges", ()) if where is graph and b > begin]
+    operations = graph.get_operations()
+    return [(i, operations[i]) for i in range(begin, len(operations)) if not any(a <= i < b for a, b in others)]
+
+
+def asked_device(tensor):
+    """Returns the name of the device that a `tf.device` around this asks for, or an empty string.
+
+    Args:
+        tensor: A tensor that was made here.
+    """
+    return (context.context().device_name or "") if tf.executing_eagerly() else tensor.device
+
+
+def set_device(op, device):
+    """Has a graph operation ask for a device, by name."""
+    op._set_device(device)
 
 
 def writers(read):
@@ -460,15 +558,21 @@ def is_compiled(op, name):
     return definition is not None and definition.attr["_XlaMustCompile"].b
 
 
+@contextlib.contextmanager
+def scratch_graph(name):
+    """A scope whose operations go into a graph of their own, which it gives, outside of any distribution strategy.
+
+    In the scope of a strategy a replicated variable cannot be differentiated by, since it stands for several.
+    """
+    graph = tf.__internal__.FuncGraph(name)
+    with graph.as_default():
+        graph._distribution_strategy_stack = []  # put back at the end of the scope
+        yield graph
+
+
 def run_after(op, *before):
     """Makes a graph operation wait for others of the same graph."""
     op._add_control_inputs(before)
-
-
-def number_here(tensor):
-    """Returns a number that grows from tensor to tensor made, or -1 if no operation of the present graph makes this one."""
-    made = getattr(tensor, "graph", None) is tf.compat.v1.get_default_graph() and tensor.op.type != "Placeholder"
-    return tensor._id if made else -1
 
 
 def gpu_limits():
