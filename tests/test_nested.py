@@ -172,3 +172,24 @@ def test_grouped_convolutions_in_segments_within_segments():
         trained.append(model.get_weights())
     for a, b in zip(*trained, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_operations_grow_with_levels_and_not_with_their_power():
+    inputs = x = keras.Input((4,))
+    for _ in range(9):
+        x = L.Dense(4, activation="gelu")(x)
+    model, counts, tree = keras.Model(inputs, x), [], ()
+    for stop in (4, 5, 6, 7, 8):
+        tree = (Range(0, stop, tree),)
+        applied = tf_ckpt.apply(model, lambda chain, tree=tree: tree)
+
+        @tf.function(autograph=False)
+        def step(x, applied=applied):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(applied(x, training=True))
+            return tape.gradient(loss, [v.value for v in applied.trainable_variables])
+
+        graph = step.get_concrete_function(tf.TensorSpec((2, 4))).graph
+        counts.append(len(graph.get_operations()))
+    added = np.diff(counts)
+    assert added[-1] < 2 * added[0], counts  # each level runs one more layer again than the level before
