@@ -47,6 +47,7 @@ RANDOM = frozenset(
 )
 _OTHER_STATE = ("IteratorGetNext", "QueueDequeue", "ReaderRead", "LookupTableInsert", "LookupTableImport")
 _EXCHANGES = ("Collective", "Nccl", "Horovod")
+_RAW = "a `tf.Variable`"
 _GATHERS = frozenset(["GatherV2", "Gather", "ResourceGather"])
 TAPE_INSIDE = "takes a gradient inside (`tf.GradientTape`), which records nothing under recompute"
 _TRANSPARENT = frozenset(["Identity", "Cast", "ReadVariableOp"])
@@ -318,7 +319,7 @@ class Watched:
         Returns:
             The numbers of the `inputs` that have no gradient path to any output, and of all tensors that gradients reach.
         """
-        names = {number: weights.get(number, "a `tf.Variable`") for number in [*self.reads, *weights]}
+        names = {number: weights.get(number, _RAW) for number in [*self.reads, *weights]}
         names = {number: name for number, name in names.items() if name is not None}
         sources = [*names, *(x._id for x in inputs)]
         reach = {number: {number} for number in sources}  # tensor number -> sources with a gradient path to it
@@ -338,7 +339,11 @@ class Watched:
         connected = set().union(*(reach.get(x._id, ()) for x in outputs))
         for handle, name in names.items():
             if handle not in connected:
-                raise RunPlain(f"the weight '{name}' is read in it but gets no gradient from it.")
+                weight = name if name is _RAW else f"the weight '{name}'"
+                raise RunPlain(
+                    f"{weight} is read in it but gets no gradient from it, or in eager mode only through a `tf.function`, "
+                    "which recompute does not see into there (grouped convolutions on the CPU are one)."
+                )
         return {x._id for x in inputs} - connected, reach
 
 
