@@ -358,12 +358,27 @@ class Readers:
     def __init__(self):
         self._graph = tf.compat.v1.get_default_graph()
         self._begin, self._end, self._outputs = len(self._graph.get_operations()), None, ()
-        self._all = _reruns.setdefault(self._graph, [])
+        self._all, self._names = _reruns.setdefault(self._graph, []), None
 
     def end(self, outputs):
         """Says that the re-run is done, and what it returns."""
         self._end, self._outputs = len(self._graph.get_operations()), {x._id for x in outputs}
         self._all.append((self._begin, self._end))
+
+    def read_behind(self, tensors):
+        """Returns whether an operation behind the re-run, so of its backward pass, reads what comes of `tensors` in it."""
+        if self._names is None:
+            self._names = {op.name for op in self._graph.get_operations()[self._begin : self._end]}
+        met, queue = set(), list(tensors)
+        while queue:
+            for op in queue.pop().consumers():
+                if op.name in met or op.type in _READS_SHAPES or is_bookkeeping(op):
+                    continue
+                if op.name not in self._names:
+                    return True
+                met.add(op.name)
+                queue += op.outputs
+        return False
 
     def backward(self):
         """Returns the operations of the backward pass, as far as it has been made, without re-runs inside of it."""

@@ -24,7 +24,7 @@ from tf_ckpt import graph as keras_graph
 from tf_ckpt import inspection, memory, placing, replicas, tf_internals
 from tf_ckpt.errors import CheckpointError, CheckpointWarning
 from tf_ckpt.ordering import in_order
-from tf_ckpt.state import Record, keep, take_weight_gradients, tie, zero_after
+from tf_ckpt.state import Record, is_bookkeeping, keep, take_weight_gradients, tie, zero_after
 
 _local = threading.local()
 _scopes = []  # one entry for each `disabled()` that is open in any thread
@@ -330,6 +330,7 @@ class _Run:
         self.device = ""
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         outer = getattr(_local, "rerun", None)
+        self.outer, self.readers = outer, None  # the run that is being run again around this one
         self.begun = self.graph if outer is None else outer.begun  # where the outermost forward run was
         self.place = None if self.graph is None else _Place(name)
         self.result = None
@@ -358,7 +359,7 @@ class _Run:
                     f"Received: {keras_graph.describe(tensor)}."
                 )
         # In the forward run of a segment around this one nobody asks for gradients: the re-run there makes all anew.
-        seen = None if eager or getattr(_local, "in_forward", False) else zero_after([*outputs[1:], *self._read_backward()])
+        seen = None if eager or getattr(_local, "in_forward", False) else self._seen(outputs)
         outputs = _join(outputs, seen, self._check_order)
         count = len(self.record.losses)
         floats = iter(outputs[: len(outputs) - count])
@@ -372,7 +373,7 @@ class _Run:
             keras_graph.hang_logits(flat[number], behind)
         if not eager:
             made = (x for x in self.watched.tensors() if x._id in self.reached and x.op.type != "ReadVariableOp")
-            self.uses = [(x, len(x.consumers())) for x in made]
+            self.uses = [(x, _users(x)) for x in made]
         structure, self.result, self.watched, self.reached = self.result[0], None, None, None
         return tf.nest.pack_sequence_as(structure, flat, expand_composites=True)
 
@@ -464,6 +465,19 @@ class _Run:
         here = tf.compat.v1.get_default_graph()
         return [(h, value, tf_internals.writers(value)) for h, value in reads if value.graph is here]
 
+    def _seen(self, outputs):
+        """Returns a function that says, when the backward pass begins, what the re-run waits for in the forward run.
+
+        That is a float scalar, 0, that depends on the forward's outputs and on what the backward pass of the plain model reads:
+        see `Watched.read_backward`. Or None in a re-run around this run where nothing reads what comes of its outputs: waited
+        for, it would be made just for that.
+        """
+        tensors, outer = [*outputs[1:], *self._read_backward()], self.outer
+        if outer is None:
+            zero = zero_after(tensors)
+            return lambda passed_on: zero
+        return lambda passed_on: zero_after(tensors) if outer.readers.read_behind(passed_on) else None
+
     def _read_backward(self):
         here = tf.compat.v1.get_default_graph()
         return [x for x in self.watched.read_backward(self.reached) if x.graph is here]
@@ -496,7 +510,7 @@ class _Run:
                     f"Received: {keras_graph.describe(value)}"
                 )
         for tensor, uses in self.uses:
-            if len(tensor.consumers()) != uses:
+            if _users(tensor) != uses:
                 raise CheckpointError(
                     f"A tensor that '{self.name}' makes leaves it otherwise than as a return value, so that its gradient "
                     f"would be lost. Return it. Received: {keras_graph.describe(tensor)}"
@@ -517,7 +531,7 @@ class _Run:
             token = None  # nothing merges anything there
         else:
             token = tf.stop_gradient(token)
-            readers = inspection.Readers()
+            readers = self.readers = inspection.Readers()
             originals = [self.leaves[places[0]] for places in self.places] + self.lifted
             inputs = _enter(inputs, originals, token, self.place, readers)
         lifted = inputs[len(self.places) :]
@@ -548,6 +562,11 @@ class _Run:
         behind = {i: keras_graph.take_logits(x) for i, x in enumerate(flat) if _differentiable(x)}
         wanted = {i: x for i, x in behind.items() if x is not None and self.logits}
         return [flat[i] for i in behind], wanted
+
+
+def _users(tensor):
+    """Counts the operations that read a graph tensor for the user's ends."""
+    return sum(not is_bookkeeping(op) for op in tensor.consumers())
 
 
 _FLOAT = object()
@@ -629,8 +648,7 @@ def _join(outputs, seen, arrived):
 
     Args:
         outputs: The token and the outputs of the recomputed function.
-        seen: Float scalar, 0, that depends on the forward's outputs and on what the backward pass of the plain model reads, see
-            `Watched.read_backward`; or None where the gradient is not asked for, or in eager mode.
+        seen: See `_Run._seen`; None where the gradient is not asked for, or in eager mode.
         arrived: Callable that is called before the backward pass.
 
     Returns:
@@ -650,7 +668,8 @@ def _join(outputs, seen, arrived):
                 return (tf.zeros([]), *upstream)
             tf_internals.take_gradients_apart(upstream)
             placing.stay(upstream)
-            return (zero_after([*upstream, *take_weight_gradients()]) + seen, *upstream)
+            token, waited = zero_after([*upstream, *take_weight_gradients()]), seen(joined)
+            return (token if waited is None else token + waited, *upstream)
 
         return [placing.passed_on(x) for x in outputs], gradient
 
