@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tf_ckpt
 from tf_ckpt.flops import is_product, operation_flops
+from tf_ckpt.strategies import Range
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
 from _graphs import executed_operations, products, total_flops
@@ -180,3 +181,17 @@ def test_inference_runs_nothing_again(executed, method):
     plain, ours = (collections.Counter(op.type for op in products(operations[name, method])) for name in ("plain", "sqrt"))
     assert plain.total() > 0
     assert ours == plain
+
+
+def test_an_activation_at_the_end_of_a_rerun_is_run_once_more_and_not_twice():
+    """The segment's own re-run makes the activation for nobody: the part inside does, in a re-run of its own."""
+    inputs = keras.Input((8,))
+    x = L.Dense(16, activation="gelu")(L.Dense(8)(inputs))
+    model = keras.Model(inputs, L.Dense(2)(x))
+    counts = []
+    for tree in ((), (Range(0, 2),), (Range(0, 2, (Range(1, 2, (), True),)),)):
+        applied = tf_ckpt.apply(model, lambda chain, tree=tree: tree)
+        applied.compile("sgd", "mse", jit_compile=False)
+        done = executed_operations(lambda applied=applied: applied.fit(np.ones((4, 8)), np.ones((4, 2)), verbose=0))
+        counts.append(sum(op.type in ("Erf", "Erfc") for op in done))
+    assert counts == [1, 2, 2]
