@@ -408,9 +408,7 @@ class Readers:
 
 
 _reruns = weakref.WeakKeyDictionary()  # graph -> pairs (first operation, end) of all re-runs in it
-_READS_SHAPES = frozenset(
-    ["Shape", "ShapeN", "Size", "Rank", "ZerosLike"]
-)  # a tape makes zeros for a gradient that is not there
+_READS_SHAPES = frozenset(["Shape", "ShapeN", "Size", "Rank", "ZerosLike"])  # zeros stand for a gradient that is not there
 _READS_OTHERS = frozenset(["Mul", "RealDiv", "Div", "DivNoNan"])  # each input, for the gradients of the others
 _READS_INPUTS = frozenset(
     [

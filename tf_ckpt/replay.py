@@ -26,12 +26,34 @@ from tf_ckpt.errors import CheckpointError, CheckpointWarning
 from tf_ckpt.ordering import in_order
 from tf_ckpt.state import Record, is_bookkeeping, keep, take_weight_gradients, tie, zero_after
 
-_local = threading.local()
+
+class _Local(threading.local):
+    """Where a thread is; these are the values outside of everything."""
+
+    disabled = False
+    in_forward = False  # in the forward run of a segment
+    recomputing = 0  # in a re-run
+    rerun = None  # the run that is being run again
+    observer = None
+
+
+_local = _Local()
 _scopes = []  # one entry for each `disabled()` that is open in any thread
 _NAME = (
     "'{}' by tf_ckpt. Second-order gradients and forward-mode differentiation cannot go through a recomputed segment: "
     "run that part of the program under `with tf_ckpt.disabled():`, or remove `Recompute`/`tf_ckpt.apply` there."
 )
+
+
+@contextlib.contextmanager
+def _in(**values):
+    """A scope in which the attributes of `_local` are these."""
+    before = {name: getattr(_local, name) for name in values}
+    _local.__dict__.update(values)
+    try:
+        yield
+    finally:
+        _local.__dict__.update(before)
 
 
 @contextlib.contextmanager
@@ -46,18 +68,17 @@ def disabled():
             ...
     ```
     """
-    before, _local.disabled = getattr(_local, "disabled", False), True
     _scopes.append(None)
     try:
-        yield
+        with _in(disabled=True):
+            yield
     finally:
         _scopes.pop()
-        _local.disabled = before
 
 
 def _is_disabled():
     # A distribution strategy calls its replicas in threads of their own while the caller's thread waits.
-    return getattr(_local, "disabled", False) or (bool(_scopes) and tf_internals.in_replica_thread())
+    return _local.disabled or (bool(_scopes) and tf_internals.in_replica_thread())
 
 
 def is_recomputing():
@@ -80,26 +101,7 @@ def is_recomputing():
             return self.dense(x)
     ```
     """
-    return getattr(_local, "recomputing", 0) > 0
-
-
-@contextlib.contextmanager
-def _recomputing(value):
-    before, _local.recomputing = getattr(_local, "recomputing", 0), value
-    try:
-        yield
-    finally:
-        _local.recomputing = before
-
-
-@contextlib.contextmanager
-def _in_forward(value):
-    """A scope inside the forward run of a segment, or not any more."""
-    before, _local.in_forward = getattr(_local, "in_forward", False), value
-    try:
-        yield
-    finally:
-        _local.in_forward = before
+    return _local.recomputing > 0
 
 
 class _Clock:
@@ -164,11 +166,8 @@ def observed(observer):
             the function returned, a dict from the `id` of each variable that it wrote to the value, and a list of pairs of a
             layer and a loss that it added; and `runs_plain(name, reason)`. A run has the attributes `name` and `record`.
     """
-    before, _local.observer = getattr(_local, "observer", None), observer
-    try:
+    with _in(observer=observer):
         yield
-    finally:
-        _local.observer = before
 
 
 def recompute(fn, *, name=None):
@@ -261,7 +260,7 @@ def run(fn, args, kwargs, name, memo=None, logits=True):
     leaves = tf.nest.flatten((args, kwargs), expand_composites=True)
     if not can_run(leaves):
         return fn(*args, **kwargs)
-    observer = getattr(_local, "observer", None)
+    observer = _local.observer
     memo = inspection.Memo() if observer is not None else memo or inspection.memo_of(fn)
     signature = inspection.signature(leaves, keras_graph.current_training(), len(args), kwargs)
     if memo.plain(signature):
@@ -329,14 +328,14 @@ class _Run:
         self.exchanges = exchanges
         self.device = ""
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        outer = getattr(_local, "rerun", None)
+        outer = _local.rerun
         self.outer, self.readers = outer, None  # the run that is being run again around this one
         self.begun = self.graph if outer is None else outer.begun  # where the outermost forward run was
         self.place = None if self.graph is None else _Place(name)
         self.result = None
         self.reached, self.raw_reads, self.uses = (), [], []
         self.done = False
-        self.observer = getattr(_local, "observer", None)
+        self.observer = _local.observer
 
     def __call__(self):
         inputs = [self.leaves[places[0]] for places in self.places] + self.lifted
@@ -359,7 +358,7 @@ class _Run:
                     f"Received: {keras_graph.describe(tensor)}."
                 )
         # In the forward run of a segment around this one nobody asks for gradients: the re-run there makes all anew.
-        seen = None if eager or getattr(_local, "in_forward", False) else self._seen(outputs)
+        seen = None if eager or _local.in_forward else self._seen(outputs)
         outputs = _join(outputs, seen, self._check_order)
         count = len(self.record.losses)
         floats = iter(outputs[: len(outputs) - count])
@@ -413,7 +412,7 @@ class _Run:
         watched = self.watched
         try:
             told = self.exchanges.forward(watched)
-            with _recomputing(0), _in_forward(True), watched.watching(), told, self.record.forward(lifted, inputs):
+            with _in(recomputing=0, in_forward=True), watched.watching(), told, self.record.forward(lifted, inputs):
                 result = self._call(inputs, None)
         finally:
             if watched.tapes:  # nor can what came of it be trusted, an error included
@@ -516,15 +515,6 @@ class _Run:
                     f"would be lost. Return it. Received: {keras_graph.describe(tensor)}"
                 )
 
-    @contextlib.contextmanager
-    def _inside(self):
-        """The scope of a re-run, of which segments inside know that it is one."""
-        before, _local.rerun = getattr(_local, "rerun", None), self
-        try:
-            yield
-        finally:
-            _local.rerun = before
-
     def _rerun(self, token, inputs):
         self._check_since()
         if tf.executing_eagerly():
@@ -536,7 +526,7 @@ class _Run:
             inputs = _enter(inputs, originals, token, self.place, readers)
         lifted = inputs[len(self.places) :]
         told = self.exchanges.rerun(token)
-        with _recomputing(1), _in_forward(False), self._inside(), told, self.record.rerun(lifted, token) as scope:
+        with _in(recomputing=1, in_forward=False, rerun=self), told, self.record.rerun(lifted, token) as scope:
             result = self._call(inputs, token)
             made = scope.owned_losses()
         losses = [loss for _, loss in made]
