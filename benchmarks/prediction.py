@@ -10,6 +10,10 @@ hands out chunks of up to twice the size that is asked for, and which depends on
 another process is up to a tenth off. So predictions are compared with both: "of tensors" is the simulated step without
 what an allocator loses, "predicted" what the plan says.
 
+A kernel's workspace is no tensor, and no plan can know it. TensorFlow's own convolutions on a CPU take one of the size of the
+machine's cache. So oneDNN's are used on every machine, as TensorFlow itself does where a CPU has AVX-512; with
+`TF_ENABLE_ONEDNN_OPTS=0` it is seen.
+
 With `--budgets N`, N budgets a model go from the least that is feasible to the plain model's peak. The exit status is 1 if a
 prediction "of tensors" is more than 5 % off, or a budget is exceeded by more than 2 %.
 """
@@ -20,6 +24,7 @@ import sys
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["TF_CPU_ALLOCATOR_USE_BFC"] = "true"  # read by TensorFlow at import: the CPU counts as a GPU does
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # the same
 
 import argparse
 import glob

@@ -52,6 +52,27 @@ def test_another_size_is_not_written_into():
         assert peak(operations, [y], inputs=[x]) == 3 * ONE
 
 
+@pytest.mark.parametrize(("scaled", "vectors"), [(False, 3), (True, 4)])
+def test_a_constant_moves_inwards(scaled, vectors):
+    # (a * b) * c becomes (a * c) * b: while another product waits for `a`, `a * c` is one vector more.
+    with graph() as (vector, operations):
+        a, b, other = before = [vector() for _ in range(3)]
+        y = a * b
+        y = y * 0.5 if scaled else tf.exp(y)
+        z = a * other
+        assert peak(operations, [y, z], before) == vectors * ONE
+
+
+def test_a_constant_stays_where_others_read_the_product():
+    with graph() as (vector, operations):
+        a, b, other = before = [vector() for _ in range(3)]
+        y = a * b
+        w = a * other
+        z = y * 0.5
+        assert peak(operations, [y, w, z], before) == 3 * ONE
+        assert peak(operations, [w, z], before) == 4 * ONE
+
+
 def test_a_product_needs_its_inputs_beside_its_result():
     with graph() as (vector, operations):
         x, w = vector((10, 10)), vector((10, 10))

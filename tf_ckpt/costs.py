@@ -451,9 +451,22 @@ class _Account:
             internal_bytes=size,
             flops=_flops(rerun),
             taped_extra=self._peaks(list(kept.values()))[1],
-            backward_extra=back + internal - size,
+            backward_extra=back + internal - size + self._early(),
             work=_work(rerun),
         )
+
+    def _early(self):
+        """Returns the bytes of the largest tensor that the backward pass makes of what the forward pass kept alone.
+
+        An executor makes it as soon as it can, while the re-run of a part, whose gradient is there already, goes on.
+        """
+        late, most = {x.op for x in self.seeds}, 0
+        for op in self.backward:
+            if any(x.op in late for x in op.inputs):
+                late.add(op)
+            elif op.type not in FREE and op.type not in ALIASES:
+                most = max([most, *map(tensor_size, op.outputs)])
+        return most
 
 
 def _flops(operations):

@@ -1,5 +1,7 @@
 """The most bytes that a list of operations holds at once, when each tensor is freed after its last reader."""
 
+import collections
+
 import numpy as np
 import tensorflow as tf
 
@@ -212,6 +214,31 @@ def _reused(op, sizes, dying, live):
     return set()
 
 
+def _move_constants(operations, takes, stay):
+    """Changes what products take to what they do when a graph optimiser has moved constants inwards.
+
+    It makes `(a * c) * b` of `(a * b) * c`, as in gelu's backward pass: `a * c` has a place of its own while others read `a`.
+    """
+    numbers = {(id(op), 0): number for number, op in enumerate(operations) if op.type == "Mul"}
+    last = {key: number for number, keys in enumerate(takes) for key in keys}
+    readers = collections.Counter(key for keys in takes for key in keys)
+    for number, op in enumerate(operations):
+        factors = _factors(op)
+        before = numbers.get(factors[0]) if len(factors) == 1 else None
+        if before is None or readers[factors[0]] > 1 or factors[0] in stay or len(takes[before]) < 2:
+            continue
+        moved = min(takes[before], key=last.get)  # the factor that the optimiser takes is not known; this holds more
+        takes[before].remove(moved)
+        takes[number].append(moved)
+
+
+def _factors(op):
+    """Returns what `buffers` calls the factors of a product, constants apart."""
+    if op.type != "Mul":
+        return []
+    return [key_of(x) for x in (root(x, ()) for x in op.inputs) if x.op.type != "Const"]
+
+
 def highest(operations, before, results, stop):
     """Returns the most bytes that `operations`, run in order, hold at once.
 
@@ -223,6 +250,7 @@ def highest(operations, before, results, stop):
     """
     takes = [list(dict.fromkeys(key for x in op.inputs for key in buffers(x, stop))) for op in operations]
     stay = {key for x in results for key in buffers(x, stop)}
+    _move_constants(operations, takes, stay)
     last = {key: number for number, keys in enumerate(takes) for key in keys}
     live = {key: size for x in before for key, size in buffers(x, stop).items()}
     total = most = sum(live.values())
