@@ -48,9 +48,9 @@ def noted(tensor):
 
 
 def take_weight_gradients():
-    """Returns the gradients that were noted in the present graph since the last time."""
+    """Returns tensors to wait for instead of the gradients that were noted in the present graph since the last time."""
     graph, waits = tf.compat.v1.get_default_graph(), _waits()
-    taken = [x for x in waits if getattr(x, "graph", None) is graph]
+    taken = [tf_internals.behind_products(x) for x in waits if getattr(x, "graph", None) is graph]
     waits.clear()
     return taken
 

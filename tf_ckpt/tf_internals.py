@@ -141,6 +141,17 @@ def take_gradients_apart(upstream):
     graph._create_op_internal = create
 
 
+def behind_products(tensor):
+    """Returns what comes just before the last elementwise products that make a graph tensor.
+
+    A graph optimiser multiplies by the learning rate further inwards where nothing but the update reads a gradient, as that of
+    `gamma` in a BatchNormalization of rows. Another reader would change how it is rounded.
+    """
+    while tensor.op.type == "Mul":
+        tensor = max(tensor.op.inputs, key=lambda x: x._id)
+    return tensor
+
+
 def _descends(tensor, numbers):
     """Returns True if one of the tensors with these numbers is `tensor`, or leads to it."""
     seen, queue = {tensor._id}, [tensor]

@@ -12,6 +12,9 @@ each where m has room for the forward runs and backward passes themselves. `tf.r
 its backward pass has run, and may be nested, so that these are exactly the trees that it can run. In a graph inputs may go
 earlier, when the re-run has used them up: the table does not count on that, but its trees are tried in the simulated step,
 which does, also those for up to 1.3 times the memory.
+
+Each level of segments within segments traces what is inside once more. Where memory is all, the table goes on to dozens of
+levels for a last percent of it: trees of more than 12 are left out.
 """
 
 import numpy as np
@@ -20,11 +23,12 @@ from tf_ckpt.strategies import recursive, simulate, trim
 from tf_ckpt.strategies.full import full
 from tf_ckpt.strategies.selective import by_cost
 from tf_ckpt.strategies.sqrt import sqrt
-from tf_ckpt.strategies.tree import Range, tree_of, walk
+from tf_ckpt.strategies.tree import Range, depth, tree_of, walk
 from tf_ckpt.strategies.units import Units, choose_cuts
 
 LIMIT = 120  # units
 SLOTS = 480
+DEEPEST = 12  # levels of segments; `Table` itself knows no bound
 _NEAR = 8
 _BEYOND = 1.3  # of the memory: the table is cautious, and trees that it thinks too large may fit when they are simulated
 
@@ -185,9 +189,18 @@ def _within(chain, table, memory):
     trees = {}
 
     def fits(i):
-        trees[i] = table.tree(slots[i]) if i not in trees else trees[i]
-        return simulate.peak(chain, trees[i]) <= memory
+        return not is_too_deep(i) and simulate.peak(chain, trees[i]) <= memory
 
+    def is_too_deep(i):
+        trees[i] = table.tree(slots[i]) if i not in trees else trees[i]
+        return depth(trees[i]) > DEEPEST
+
+    while slots and is_too_deep(len(slots) - 1):  # dearer trees are deeper
+        low, high = 0, len(slots) - 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if is_too_deep(middle) else (middle + 1, high)
+        del slots[low:]
     # Trees that are dearer nearly always peak lower: where there are many, the first that fits is sought by halves, and
     # then among the `_NEAR` cheaper ones next to it.
     low, high = 0, len(slots)
@@ -208,7 +221,8 @@ def least(chain, *, parts=True, limit=LIMIT, slots=SLOTS):
         most = _BEYOND * min(chain.peak(tree) for tree in found)
         table = frontier(chain, most, parts=parts, limit=limit, slots=slots, exact=exact)
         some = np.flatnonzero(np.isfinite(table.curve()))  # the first rounds up most, and need not be the least
-        found += [table.tree(int(m)) for m in sorted({*some[:5], *some[:: max(len(some) // 20, 1)]})]
+        trees = [table.tree(int(m)) for m in sorted({*some[:5], *some[:: max(len(some) // 20, 1)]})]
+        found += [tree for tree in trees if depth(tree) <= DEEPEST]
     return min(found, key=chain.peak)
 
 
