@@ -67,6 +67,7 @@ BAD = {
     "unknown strategy": ("max-batch cli_models:small --memory 1MiB --strategy sqr", "Did you mean 'sqrt'?"),
     "bad memory": ("plan cli_models:small --memory six", "memory='six'"),
     "infeasible": ("plan cli_models:small --memory 100KiB", "No plan fits"),
+    "infeasible share": ("plan cli_models:small --memory .01", "Received: memory=0.01"),
     "no module": ("plan no_such_module:small", "No module named 'no_such_module'"),
     "no model": ("plan cli_models:nothing", "which returned None"),
 }

@@ -223,6 +223,29 @@ def test_gradient_outside_of_the_function_that_ran_forward():
         np.testing.assert_array_equal(have, want)
 
 
+@pytest.mark.parametrize("backward", ["function", "pfor"])
+def test_eager_forward_run_and_a_backward_pass_in_a_graph(backward):
+    dense, dropout = keras.layers.Dense(6), keras.layers.Dropout(0.5, seed=3)
+    dense.build((None, 6))
+    start = dropout.seed_generator.state.numpy()
+
+    def outside(function):
+        dropout.seed_generator.state.assign(start)
+        x = tf.constant(X)
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            y = tf.square(function(x))
+        if backward == "pfor":  # vectorises the backward pass
+            return [tape.jacobian(y, x)]
+        return tf.function(lambda: tape.gradient(y, [x, dense.kernel.value, dense.bias.value]))()
+
+    def function(x):
+        return tf.tanh(dropout(dense(x), training=True))
+
+    for want, have in zip(outside(function), outside(tf_ckpt.recompute(function)), strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_unconnected_stays_none(mode):
     dense, dead = keras.layers.Dense(6), keras.layers.Dense(6)

@@ -63,7 +63,7 @@ def memory_bytes(memory, plain):
             f"Received: memory={memory!r} of type {type(memory).__name__}"
         )
     if size <= 0:
-        raise CheckpointError(f"`memory` must be more than nothing. Received: memory={memory!r}")
+        raise CheckpointError(f"`memory` must come to a byte at least. Received: memory={memory!r}")
     return size
 
 

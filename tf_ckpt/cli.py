@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import sys
 import warnings
 
@@ -84,7 +85,12 @@ def parser():
 
     sub = add("plan", "show what a strategy recomputes, and the memory and FLOPs that are predicted; nothing is trained", _plan)
     sub.add_argument("--batch-size", type=_count, metavar="N", help="samples in a step (default: what the model states, or 32)")
-    sub.add_argument("--memory", type=_text, metavar="SIZE", help="memory of the device: plans with the strategy budget")
+    sub.add_argument(
+        "--memory",
+        type=_share_or_text,
+        metavar="SIZE",
+        help="memory of the device, or a share of the plain model's peak such as 0.5: plans with the strategy budget",
+    )
     _add_strategy(sub, "default: sqrt, or budget with --memory")
     sub.add_argument("--plot", type=_text, metavar="FILE", help="draw memory over a step, and the trade-off")
     sub.add_argument("--save", type=_text, metavar="FILE", help="write the plan, for tf_ckpt.Plan.load")
@@ -295,6 +301,10 @@ def _text(text):
     if not text.strip():
         raise argparse.ArgumentTypeError(f"must not be empty. Received: {text!r}")
     return text
+
+
+def _share_or_text(text):
+    return float(text) if re.fullmatch(r"0?\.[0-9]+", text) and float(text) else _text(text)
 
 
 def _count(text):

@@ -517,8 +517,8 @@ class _Run:
 
     def _rerun(self, token, inputs):
         self._check_since()
-        if tf.executing_eagerly():
-            token = None  # nothing merges anything there
+        if self.graph is None:  # an eager forward run, which nothing merges with anything, wherever its backward pass is
+            token = None
         else:
             token = tf.stop_gradient(token)
             readers = self.readers = inspection.Readers()
