@@ -106,7 +106,7 @@ def compare(
         check_data(model, batches[0], arguments)
         share = share_of(size_of(batches[0]), model)
         plans = {
-            name: make_plan(level, model, strategy, batch_size=share, optimizer=arguments["optimizer"], **options)
+            name: _planned(name, level, model, strategy, batch_size=share, optimizer=arguments["optimizer"], **options)
             for name, (strategy, options) in _named(strategies).items()
         }
         probe = Trainee(model, plans[PLAIN], arguments, batches)  # knows what "auto" stands for
@@ -276,6 +276,13 @@ def _named(strategies):
         same = sum(1 for n in found if n == name or n.startswith(name + " #"))
         found[f"{name} #{same + 1}" if same else name] = (strategy, options)
     return found
+
+
+def _planned(name, *args, **kwargs):
+    try:
+        return make_plan(*args, **kwargs)
+    except CheckpointError as error:
+        raise CheckpointError(f"Nothing was compared, since {name!r} has no plan. {error}") from error
 
 
 def _check(steps, batch_size, isolate, verbose):
