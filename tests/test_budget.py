@@ -8,7 +8,7 @@ import pytest
 from test_chain import line, make, random_chain, tensor
 
 from tf_ckpt.strategies import full, recursive, sqrt
-from tf_ckpt.strategies.budget import SLOTS, _within, budget, frontier, least
+from tf_ckpt.strategies.budget import DEEPEST, SLOTS, _within, budget, frontier, least
 from tf_ckpt.strategies.selective import by_cost
 from tf_ckpt.strategies.tree import Range, depth, tree_of, walk
 from tf_ckpt.strategies.units import choose_cuts
@@ -412,6 +412,21 @@ def test_several_levels_where_memory_is_short():
     chain = line(40, internal=np.full(40, 2.0))
     plans = [budget(chain, memory) for memory in (0.12 * chain.peak([]), 0.5 * chain.peak([]))]
     assert depth(plans[0]) > 1 >= depth(plans[1])
+
+
+def test_a_last_percent_of_memory_takes_no_more_levels_than_are_traced_in_time():
+    chain = line(60)
+    curve = frontier(chain).curve()
+    deepest = frontier(chain).tree(int(np.flatnonzero(np.isfinite(curve))[0]))
+    assert depth(deepest) > DEEPEST  # what the table would do
+    tree = least(chain)
+    need = chain.peak(tree)
+    assert depth(tree) <= DEEPEST
+    assert chain.peak(deepest) <= need < 1.5 * chain.peak(deepest)
+    for memory in (need, 1.02 * need, 1.2 * need, 2 * need):
+        tree = budget(chain, memory)
+        assert depth(tree) <= DEEPEST
+        assert chain.peak(tree) <= memory
 
 
 def test_infeasible_budgets_and_the_least():
