@@ -67,7 +67,12 @@ def trained(model, feed, optimizer="sgd", **arguments):
     return found
 
 
-@pytest.mark.parametrize("feed", FEEDS.values(), ids=FEEDS)
+IN_CI = ("ragged_last_batch", "sample_weight")  # the others feed the same step
+
+
+@pytest.mark.parametrize(
+    "feed", [pytest.param(f, marks=[] if name in IN_CI else [pytest.mark.slow]) for name, f in FEEDS.items()], ids=FEEDS
+)
 def test_what_fit_is_fed_with(feed):
     model = network()
     applied = tf_ckpt.apply(model, "full")
@@ -76,7 +81,7 @@ def test_what_fit_is_fed_with(feed):
     same(trained(applied, feed()), want)
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["graph", "eager"])
 def test_steps_that_overflow_in_float16(eager):
     keras.config.set_dtype_policy("mixed_float16")
     model = network()
@@ -108,7 +113,7 @@ def both_ways(function):
 
 
 @both_ways
-@pytest.mark.parametrize("batch", [0, 1, 5])
+@pytest.mark.parametrize("batch", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])
 def test_two_losses_and_a_persistent_tape(wrap, batch):
     model = network()
     applied = tf_ckpt.apply(model, "full")
