@@ -7,6 +7,7 @@ import tensorflow as tf
 from cases import numbers
 
 import tf_ckpt
+from tf_ckpt import snapshot
 
 L = keras.layers
 
@@ -58,13 +59,10 @@ FEEDS = {
 
 def trained(model, feed, optimizer="sgd", **arguments):
     """Returns losses and all variables after two epochs; the model is as before afterwards."""
-    before = [v.numpy() for v in model.variables]
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False, **arguments)
-    history = model.fit(**feed, epochs=2, shuffle=False, verbose=0)
-    found = [history.history["loss"], *(v.numpy() for v in [*model.variables, *model.optimizer.variables])]
-    for v, value in zip(model.variables, before, strict=True):
-        v.assign(value)
-    return found
+    with snapshot.kept(model.variables):
+        history = model.fit(**feed, epochs=2, shuffle=False, verbose=0)
+        return [history.history["loss"], *(v.numpy() for v in [*model.variables, *model.optimizer.variables])]
 
 
 IN_CI = ("ragged_last_batch", "sample_weight")  # the others feed the same step
@@ -127,11 +125,8 @@ def test_two_losses_and_a_persistent_tape(wrap, batch):
             sources = [x, *(v.value for v in m.trainable_variables)]
             return [first, second, *tape.gradient(first, sources), *tape.gradient(second, sources)]
 
-        before = [v.numpy() for v in m.variables]
-        found = [x.numpy() for x in step(tf.constant(X[:batch]))] + [v.numpy() for v in m.variables]
-        for v, value in zip(m.variables, before, strict=True):
-            v.assign(value)
-        return found
+        with snapshot.kept(m.variables):
+            return [x.numpy() for x in step(tf.constant(X[:batch]))] + [v.numpy() for v in m.variables]
 
     same(gradients(applied), gradients(model))
 
@@ -182,6 +177,14 @@ def test_other_lengths_trace_no_more_than_the_plain_model():
         same(have, want)
 
 
+def only_disabled(function, model, applied, name):
+    """Checks that an applied model names a segment and the way out, and is as the plain model there."""
+    with pytest.raises(NotImplementedError, match=rf"(?s){name}.*tf_ckpt\.disabled"):
+        function(applied)
+    with tf_ckpt.disabled():
+        same(function(applied), function(model))
+
+
 @both_ways
 def test_a_gradient_penalty(wrap):
     model = network()
@@ -197,18 +200,10 @@ def test_a_gradient_penalty(wrap):
                 penalty = tf.reduce_mean(inner.gradient(loss, x) ** 2)
             return [penalty, *tape.gradient(penalty, [v.value for v in m.trainable_variables], unconnected_gradients="zero")]
 
-        before = [v.numpy() for v in m.variables]
-        try:
+        with snapshot.kept(m.variables):
             return [x.numpy() for x in step(tf.constant(X))]
-        finally:
-            for v, value in zip(m.variables, before, strict=True):
-                v.assign(value)
 
-    want = gradients(model)
-    with pytest.raises(NotImplementedError, match=r"(?s)batch_normalization.*tf_ckpt\.disabled"):
-        gradients(applied)
-    with tf_ckpt.disabled():
-        same(gradients(applied), want)
+    only_disabled(gradients, model, applied, "batch_normalization")
 
 
 @both_ways
@@ -228,15 +223,7 @@ def test_forward_mode(wrap, under):
                     return accumulator.jvp(tape.gradient(loss, x))
                 return accumulator.jvp(losses(m, x)[0])
 
-        before = [v.numpy() for v in m.variables]
-        try:
-            return step(tf.constant(X)).numpy()
-        finally:
-            for v, value in zip(m.variables, before, strict=True):
-                v.assign(value)
+        with snapshot.kept(m.variables):
+            return [step(tf.constant(X)).numpy()]
 
-    want = derivative(model)
-    with pytest.raises(NotImplementedError, match=r"(?s)'dense'.*tf_ckpt\.disabled"):
-        derivative(applied)
-    with tf_ckpt.disabled():
-        same([derivative(applied)], [want])
+    only_disabled(derivative, model, applied, "'dense'")

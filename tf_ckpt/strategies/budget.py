@@ -17,6 +17,8 @@ Each level of segments within segments traces what is inside once more. Where me
 levels for a last percent of it: trees of more than 12 are left out.
 """
 
+import bisect
+
 import numpy as np
 
 from tf_ckpt.strategies import recursive, simulate, trim
@@ -162,7 +164,7 @@ def budget(chain, memory, *, parts=True, limit=LIMIT, slots=SLOTS):
         # What other strategies find counts too: units are merged, and the table's account is cautious.
         table = frontier(chain, _BEYOND * memory, parts=parts, limit=limit, slots=slots, exact=exact)
         found = [_within(chain, table, memory), recursive.within(chain, memory, exact)]
-        found = [tree for tree in found if tree is not None]
+        found = [tree for tree in found if tree is not None and depth(tree) <= DEEPEST]
         found += [tree for tree in others if (_is_exact(chain, tree) or not exact) and chain.peak(tree) <= memory]
         if found:
             return trim.within(chain, min(found, key=chain.added_flops), memory)
@@ -173,7 +175,7 @@ def budget(chain, memory, *, parts=True, limit=LIMIT, slots=SLOTS):
 def _others(chain, target, parts):
     """Returns the trees of the other strategies; `target` is for the selective one."""
     trees = [tree_of(tree) for tree in (sqrt(chain), recursive.recursive(chain), full(chain), by_cost(chain, target))]
-    return [tree for tree in trees if parts or not any(r.part for r in walk(tree))]
+    return [tree for tree in trees if depth(tree) <= DEEPEST and (parts or not any(r.part for r in walk(tree)))]
 
 
 def _is_exact(chain, tree):
@@ -195,12 +197,8 @@ def _within(chain, table, memory):
         trees[i] = table.tree(slots[i]) if i not in trees else trees[i]
         return depth(trees[i]) > DEEPEST
 
-    while slots and is_too_deep(len(slots) - 1):  # dearer trees are deeper
-        low, high = 0, len(slots) - 1
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if is_too_deep(middle) else (middle + 1, high)
-        del slots[low:]
+    while slots and is_too_deep(len(slots) - 1):  # dearer trees are deeper, nearly always
+        del slots[bisect.bisect_left(range(len(slots)), True, key=is_too_deep) :]
     # Trees that are dearer nearly always peak lower: where there are many, the first that fits is sought by halves, and
     # then among the `_NEAR` cheaper ones next to it.
     low, high = 0, len(slots)
