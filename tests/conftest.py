@@ -19,9 +19,16 @@ import tensorflow as tf
 # plain model itself rounds one way or the other.
 tf.config.threading.set_inter_op_parallelism_threads(1)
 
-# TensorFlow's and Keras' own objects live to the end: a collection after each test need not look through them again.
-gc.collect()
-gc.freeze()
+
+
+def tidy():
+    """Collects what is garbage. What TensorFlow and Keras keep to the end, some thousand objects a test, is set aside: each
+    later collection would look through it again, which took a third of the suite's time."""
+    gc.collect()
+    gc.freeze()
+
+
+tidy()
 
 
 @pytest.fixture(autouse=True)
@@ -29,5 +36,5 @@ def fresh_keras():
     keras.utils.set_random_seed(7)
     yield
     keras.config.set_dtype_policy("float32")
-    keras.utils.clear_session()
-    gc.collect()
+    keras.utils.clear_session(free_memory=False)
+    tidy()

@@ -11,7 +11,7 @@ from helpers import compare
 import tf_ckpt
 from tf_ckpt import CheckpointError, budgets, graph
 from tf_ckpt.stages import Stages
-from tf_ckpt.strategies.tree import depth
+from tf_ckpt.strategies.tree import Range, depth
 
 L = keras.layers
 MIB = 2**20
@@ -175,3 +175,23 @@ def test_what_segments_wait_for():
         weights = [name for name in behind if name.endswith("/MatMul/MatMul_1")]  # TensorFlow makes it after the input's
         assert len(again) == len(weights) == 1
         assert weights[0] in ancestors(again[0])
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_what_random_numbers_within_a_segment_wait_for(residual):
+    """A tensor that several stages read. One reader more of any other could change what is joined, hence how it is rounded."""
+    inputs = x = keras.Input((8,))
+    for k in range(3):
+        y = L.Dropout(0.5, seed=k, name=f"drop{k}")(L.Dense(8, name=f"dense{k}")(x))
+        x = L.Add(name=f"add{k}")([x, y]) if residual else y
+    n = 9 if residual else 6
+    model = keras.Model(inputs, L.Dense(2, name="head")(x))
+    model = tf_ckpt.apply(model, lambda chain: [Range(0, n, (Range(0, n - 1, (Range(0, 1),)),))])
+    operations = [op for op in graph_of(model) if "gradient_tape" not in op.name]
+    for levels in range(2):  # the model's forward run; in the outer segment's re-run, the forward run of the inner one
+        own = [op for op in operations if op.name.count("tf_ckpt_recompute") == levels]
+        for k in (1, 2):
+            drawn = [op for op in own if op.type.startswith("StatelessRandomUniform") and f"/drop{k}" in op.name]
+            before = [op.name for op in own if op.type == "MatMul" and f"/dense{k - 1}_" in op.name]
+            assert len(drawn) == 1
+            assert any(name in ancestors(drawn[0]) for name in before) == residual

@@ -541,6 +541,13 @@ def test_what_a_product_takes_is_let_go_before_its_gradient_is_made_in_a_re_run(
     assert (c.backward_extra, c.backward_last, c.backward_again) == (kernel + inputs, kernel + inputs, kernel)
 
 
+def test_what_a_backward_pass_makes_before_its_gradient_is_there():
+    elements = BATCH * 1000
+    assert cost(L.Activation("gelu"), (1000,)).early == elements * FLOAT  # of its input alone
+    assert cost(L.Dense(1000, use_bias=False), (1000,)).early == 0  # products with the gradient
+    assert cost(L.Activation("relu"), (1000,)).early == 0
+
+
 def test_whose_gradient_is_handed_on_and_what_a_mask_is_made_of():
     both = [keras.Input((6,)) for _ in range(2)]
     found = {

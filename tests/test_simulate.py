@@ -152,6 +152,19 @@ def test_products_in_order_count_in_re_runs_alone():
         assert by_phase(chain, tree, "backward")[1] - by_phase(ordered, tree, "backward")[1] == saved
 
 
+def test_what_is_made_early_counts_in_the_last_stage_of_a_re_run_in_a_graph():
+    chain = line(3, size=50)
+    early = dataclasses.replace(in_graph(chain), early=np.array([3.0, 5.0, 7.0]))
+    for tree, more in (((), [0, 0, 0]), ([(0, 2)], [0, 5, 0]), ([(1, 3)], [0, 0, 7]), ([(0, 1), (1, 2)], [3, 5, 0])):
+        found, plain = by_phase(early, tree, "backward"), by_phase(in_graph(chain), tree, "backward")
+        assert [found[k] - plain[k] for k in range(3)] == more
+    inside = [Range(0, 3, (Range(0, 2),))]
+    found, plain = by_phase(early, inside, "backward"), by_phase(in_graph(chain), inside, "backward")
+    assert [found[k] - plain[k] for k in range(3)] == [0, 5, 7]
+    cautious = dataclasses.replace(early, graph_mode=False)
+    assert by_phase(cautious, [(0, 2)], "backward") == by_phase(chain, [(0, 2)], "backward")
+
+
 def test_last_stages_that_read_nothing_of_the_re_run_go_backward_before_it():
     sizes = [1, 1, 1, 100, 1]
     links = [tensor(k, k + 1, size=sizes[k], kept_by=[] if k in (1, 2) else None, n=5) for k in range(5)]

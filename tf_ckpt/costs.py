@@ -53,6 +53,8 @@ class NodeCost:
         backward_last: The same where nobody needs what it reads of the inputs and outputs afterwards, so that it is let go
             as soon as it is read.
         backward_again: The same in the backward pass of a re-run, whose products `ordering` puts in order.
+        early: Bytes of the largest tensor that the backward pass makes of what was kept alone, which an executor makes before
+            its turn where the gradients of the outputs are there already.
         largest: Bytes of the largest tensor that is made forward or backward.
         part: What can be recomputed inside the call: a `Part`, or None.
         unknown: Types of the operations whose FLOPs are a guess, one for each element that they make; sorted.
@@ -79,6 +81,7 @@ class NodeCost:
     backward_extra: int = 0
     backward_last: int = 0
     backward_again: int = 0
+    early: int = 0
     largest: int = 0
     part: object = None
     passes: tuple = ()
@@ -394,6 +397,7 @@ class _Account:
             backward_extra=back,
             backward_last=last,
             backward_again=again,
+            early=self._early(),
             largest=max(
                 (tensor_size(x) for op in [*self.forward, *self.backward] if op.type not in FREE for x in op.outputs), default=0
             ),
@@ -458,7 +462,8 @@ class _Account:
     def _early(self):
         """Returns the bytes of the largest tensor that the backward pass makes of what the forward pass kept alone.
 
-        An executor makes it as soon as it can, while the re-run of a part, whose gradient is there already, goes on.
+        An executor makes it as soon as it can: while the re-run of a part, or of a segment that the call is the last of, goes
+        on, the gradient is there already.
         """
         late, most = {x.op for x in self.seeds}, 0
         for op in self.backward:

@@ -1,12 +1,13 @@
 """A model that runs by a plan: its nodes in pieces, plain or recomputed, segments within segments."""
 
+import collections
 import contextlib
 import warnings
 
 from tf_ckpt import graph as keras_graph
 from tf_ckpt import inspection
 from tf_ckpt.errors import CheckpointWarning
-from tf_ckpt.replay import run
+from tf_ckpt.replay import reach, run
 
 
 def executing(level, stages, tree, reminder=None):
@@ -81,12 +82,14 @@ class _Segment:
         first, last = self.nodes[0].name, self.nodes[-1].name
         self.name = first if len(self.nodes) == 1 else f"{first}..{last}"
         self.memo = inspection.Memo()
-        self.takes, self.makes, self.logits = (), (), False
+        self.takes, self.makes, self.shared, self.logits = (), (), (), False
 
     def connect(self, read, outputs):
         """Notes what the segment takes and makes, leaving out what is not among the tensors `read` by others."""
         made = [x for node in self.nodes for x in node.outputs]
         taken = dict.fromkeys(x for node in self.nodes for x in node.inputs)
+        taken_by = collections.Counter(x for node in self.nodes for x in set(node.inputs))
+        self.shared = {x for x in made if taken_by[x] + (x in read) > 1}
         self.makes = tuple(x for x in made if x in read)
         self.takes = tuple(x for x in taken if x not in set(made))
         self.logits = any(x in outputs for x in self.makes)
@@ -96,6 +99,9 @@ class _Segment:
         def segment(*tensors):
             inside = dict(zip(self.takes, tensors, strict=True))
             for piece in self.pieces:
+                for x in piece.takes:
+                    if x in self.shared:
+                        reach(inside[x])
                 piece(operation_fn, inside)
             return [inside[x] for x in self.makes]
 

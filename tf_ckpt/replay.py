@@ -32,6 +32,7 @@ class _Local(threading.local):
 
     disabled = False
     in_forward = False  # in the forward run of a segment
+    record = None  # of that forward run
     recomputing = 0  # in a re-run
     rerun = None  # the run that is being run again
     observer = None
@@ -219,6 +220,16 @@ def recompute(fn, *, name=None):
     with contextlib.suppress(TypeError, ValueError):  # Keras reads off it whether a layer's `call` takes `training`
         recomputed.__signature__ = inspect.signature(fn)
     return tf.autograph.experimental.do_not_convert(recomputed)
+
+
+def reach(tensor):
+    """Tells the forward run around, if there is one, that it has come to a tensor: see `Record.reach`.
+
+    Args:
+        tensor: A tensor that several operations of the plain function read, so that one reader more joins or parts none.
+    """
+    if _local.record is not None:
+        _local.record.reach(tensor)
 
 
 def _differentiable(leaf):
@@ -412,7 +423,8 @@ class _Run:
         watched = self.watched
         try:
             told = self.exchanges.forward(watched)
-            with _in(recomputing=0, in_forward=True), watched.watching(), told, self.record.forward(lifted, inputs):
+            here = _in(recomputing=0, in_forward=True, record=self.record)
+            with here, watched.watching(), told, self.record.forward(lifted, inputs):
                 result = self._call(inputs, None)
         finally:
             if watched.tapes:  # nor can what came of it be trusted, an error included
@@ -526,7 +538,7 @@ class _Run:
             inputs = _enter(inputs, originals, token, self.place, readers)
         lifted = inputs[len(self.places) :]
         told = self.exchanges.rerun(token)
-        with _in(recomputing=1, in_forward=False, rerun=self), told, self.record.rerun(lifted, token) as scope:
+        with _in(recomputing=1, in_forward=False, record=None, rerun=self), told, self.record.rerun(lifted, token) as scope:
             result = self._call(inputs, token)
             made = scope.owned_losses()
         losses = [loss for _, loss in made]

@@ -137,6 +137,7 @@ class Stages:
             backward_extra=np.array([c.backward_extra for c in costs], float),
             backward_last=np.array([c.backward_last if c.traced else c.backward_extra for c in costs], float),
             backward_again=np.array([c.backward_again if c.traced else c.backward_extra for c in costs], float),
+            early=np.array([c.early for c in costs], float),
             shared=self._shared(),
             unknown=tuple(sorted({kind for c in costs for kind in c.unknown})),
             untraced=tuple(name for name, c in zip(self.names, costs, strict=True) if not c.traced),

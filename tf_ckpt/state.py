@@ -154,6 +154,7 @@ class Record:
         self.updates = {}
         self.losses = []
         self.changed_inside = None
+        self._reached = self._zero = None
         self.surroundings = keras_graph.Surroundings()
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
@@ -161,19 +162,32 @@ class Record:
         # A variable first met inside a loop body is read outside of it: the re-run could not reach the body's tensors.
         return contextlib.nullcontext() if self._graph is None else self._graph.as_default()
 
+    def reach(self, *tensors):
+        """Tells how far the forward run has come: what integer state, seeds above all, waits for from here on.
+
+        Random numbers need nothing but a seed: those of the whole run would be drawn as soon as the step begins.
+        """
+        if tensors and self._graph is not None:
+            self._reached, self._zero = tensors[0], None
+
+    def _zero_here(self):
+        if self._reached is None or tf.compat.v1.get_default_graph() is not self._graph:
+            return None
+        if self._zero is None:
+            self._zero = tf.stop_gradient(zero_after([self._reached]))
+            self._zero._tf_ckpt_snapshot = True
+        return self._zero
+
     @contextlib.contextmanager
     def forward(self, arguments, inputs=()):
         """The scope of the forward run: reads are noted, updates and losses are held back.
 
         Args:
             arguments: The values of the `lifted` variables.
-            inputs: Graph tensors that integer state, seeds above all, is to wait for.
+            inputs: Tensors that the run begins with: see `reach`.
         """
-        updates, begun = {}, None
-        if inputs and self._graph is not None:
-            # Random numbers need nothing but a seed: those of all segments would be drawn as soon as the step begins.
-            begun = tf.stop_gradient(zero_after(inputs[:1]))
-            begun._tf_ckpt_snapshot = True
+        updates = {}
+        self.reach(*inputs[:1])
 
         def read(variable):
             if id(variable) in updates:
@@ -201,12 +215,14 @@ class Record:
         waited = {}
 
         def waiting(seen):
-            if begun is None or tf.compat.v1.get_default_graph() is not self._graph:
+            zero = self._zero_here()
+            if zero is None:
                 return seen.value
-            if id(seen) not in waited:
-                waited[id(seen)] = tie(seen.value, begun)
-                waited[id(seen)]._tf_ckpt_snapshot = True
-            return waited[id(seen)]
+            key = id(seen), id(zero)
+            if key not in waited:
+                waited[key] = tie(seen.value, zero)
+                waited[key]._tf_ckpt_snapshot = True
+            return waited[key]
 
         def update(variable, value):
             read(variable)

@@ -71,6 +71,8 @@ class Chain:
         backward_last: The same where what it reads between stages is not needed afterwards. Defaults to `backward_extra`.
         backward_again: The same in the backward pass of a re-run, whose products are put in order. Defaults to
             `backward_last`.
+        early: Bytes that the backward pass of a segment's last stage holds beside that, made while the re-run goes on, where
+            `graph_mode` is set; None for: none.
         part_internal: `internal` if the stage's inner part (`part_names`) is recomputed; equal to it where there is none.
         part_flops: FLOPs of running that part again.
         part_taped_extra: `taped_extra` in that case.
@@ -126,6 +128,7 @@ class Chain:
     graph_mode: bool = False
     backward_last: np.ndarray | None = None
     backward_again: np.ndarray | None = None
+    early: np.ndarray | None = None
     largest: float = 0.0
     unit: str = "FLOPs"
     counted: "Chain | None" = None
@@ -172,6 +175,7 @@ class Chain:
         found.backward_last = last.astype(float).tolist()
         again = last if self.backward_again is None else self.backward_again
         found.backward_again = again.astype(float).tolist()
+        found.early = [0.0] * len(self) if self.early is None or not self.graph_mode else self.early.astype(float).tolist()
         found.reads = [[] for _ in self.names]
         for t in self.tensors:
             for stage in t.inner:

@@ -182,6 +182,8 @@ class _Level:
                 # What was made in this run, and has no reader left, is let go within the backward pass.
                 last = all(self.kept.get(t) == k for t in x.reads[k])
                 extra = x.part_backward_extra[k] if k in self.parts else (self.last if last else x.backward_extra)[k]
+                if k == stop - 1 and not self.loss and k not in self.parts:
+                    extra += x.early[k]
                 now = outer + total + x.upstream[k + 1] + extra + x.gradients[k + 1]
                 self.moments.append(("backward", k, now))
                 total -= self.internal.pop(k)
