@@ -20,7 +20,6 @@ import tensorflow as tf
 tf.config.threading.set_inter_op_parallelism_threads(1)
 
 
-
 def tidy():
     """Collects what is garbage. What TensorFlow and Keras keep to the end, some thousand objects a test, is set aside: each
     later collection would look through it again, which took a third of the suite's time."""
