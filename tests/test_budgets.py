@@ -177,6 +177,44 @@ def test_what_segments_wait_for():
         assert weights[0] in ancestors(again[0])
 
 
+@keras.saving.register_keras_serializable("test_budgets")
+class Kind(L.Layer):
+    """Makes a tensor of its input through which no gradient flows, of a dtype, or a sparse one."""
+
+    def __init__(self, kind, **kwargs):
+        super().__init__(**kwargs)
+        self.kind = kind
+
+    def call(self, x):
+        if self.kind == "sparse":
+            return tf.sparse.from_dense(tf.stop_gradient(x))
+        return tf.as_string(x) if self.kind == "string" else tf.cast(x > 0.0, self.kind)
+
+    def compute_output_spec(self, x):
+        sparse = self.kind == "sparse"
+        return keras.KerasTensor(x.shape, x.dtype if sparse else self.kind, sparse=sparse)
+
+
+@keras.saving.register_keras_serializable("test_budgets")
+class Gate(L.Layer):
+    def call(self, x, kind):
+        if isinstance(kind, tf.SparseTensor):
+            return x * tf.sparse.to_dense(kind)
+        return x * tf.cast(tf.strings.length(kind) if kind.dtype == tf.string else kind, x.dtype)
+
+
+@pytest.mark.parametrize("kind", ["bool", "uint8", "int64", "string", "sparse"])
+def test_a_tensor_without_a_gradient_that_several_stages_read(kind):
+    inputs = keras.Input((8,))
+    x = L.Dense(8, name="dense0")(inputs)
+    made = Kind(kind, name="kind")(x)
+    for k in range(2):
+        x = L.Dropout(0.5, seed=k, name=f"drop{k}")(Gate(name=f"gate{k}")(x, made))
+    model = keras.Model(inputs, L.Dense(2, name="head")(x))
+    applied = tf_ckpt.apply(model, lambda chain: [(0, 6)])
+    compare(model, applied, [numbers(4, 8)], "graph", steps=1)
+
+
 @pytest.mark.parametrize("residual", [True, False])
 def test_what_random_numbers_within_a_segment_wait_for(residual):
     """A tensor that several stages read. One reader more of any other could change what is joined, hence how it is rounded."""

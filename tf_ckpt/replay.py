@@ -226,9 +226,10 @@ def reach(tensor):
     """Tells the forward run around, if there is one, that it has come to a tensor: see `Record.reach`.
 
     Args:
-        tensor: A tensor that several operations of the plain function read, so that one reader more joins or parts none.
+        tensor: A tensor that several operations of the plain function read, so that one reader more joins or parts none. One
+            that is neither float nor complex, or made of several, such as a sparse one, says nothing.
     """
-    if _local.record is not None:
+    if _local.record is not None and isinstance(tensor, tf.Tensor) and _differentiable(tensor):
         _local.record.reach(tensor)
 
 
