@@ -482,9 +482,12 @@ class _Run:
 
         That is a float scalar, 0, that depends on the forward's outputs and on what the backward pass of the plain model reads:
         see `Watched.read_backward`. Or None in a re-run around this run where nothing reads what comes of its outputs: waited
-        for, it would be made just for that.
+        for, it would be made just for that. XLA joins the scalar with what waits for it, so all that it depends on is held
+        from forward to re-run: there it depends on the outputs alone.
         """
-        tensors, outer = [*outputs[1:], *self._read_backward()], self.outer
+        tensors, outer = outputs[1:], self.outer
+        if not tf_internals.in_xla():
+            tensors = [*tensors, *self._read_backward()]
         if outer is None:
             zero = zero_after(tensors)
             return lambda passed_on: zero

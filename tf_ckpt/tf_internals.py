@@ -27,7 +27,7 @@ from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager import execute as eager_execute
 from tensorflow.python.framework import function_def_to_graph, op_def_registry, ops
-from tensorflow.python.ops import stateful_random_ops
+from tensorflow.python.ops import control_flow_util, stateful_random_ops
 from tensorflow.python.profiler import profiler_v2
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
@@ -567,6 +567,11 @@ def is_compiled(op, name):
     function = op.graph._get_function(name)
     definition = getattr(function, "cached_definition", None)
     return definition is not None and definition.attr["_XlaMustCompile"].b
+
+
+def in_xla():
+    """Returns True where a graph is made for a function that XLA compiles as a whole (`jit_compile=True`)."""
+    return not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 @contextlib.contextmanager
