@@ -12,7 +12,7 @@ import tf_ckpt
 L = keras.layers
 _SIZES = {"pred": 1, "s32": 4, "u32": 4, "s64": 8, "u64": 8, "f32": 4, "f64": 8, "f16": 2, "bf16": 2, "u8": 1, "s8": 1}
 # XLA of TensorFlow 2.18 joins less in one kernel, and has more in flight within a segment: up to 1.6 is measured there.
-_ALLOWED = 1.3 if tf.__version__ >= "2.20" else 1.7
+_ALLOWED = 1.7 if tf.__version__.startswith("2.18.") else 1.3
 _NO_BYTES = ("bitcast", "get-tuple-element", "tuple")  # other names of their operands' bytes
 
 
